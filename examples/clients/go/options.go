@@ -22,23 +22,23 @@ const usage = `usage: client generate [options] PROMPT       continue a prompt
 options:
   --address HOST:PORT  the server (localhost:50051); dns:///NAME:PORT uses all addresses in turn
   --tls                encrypt the connection
-  --ca FILE            the certificates to trust; with it, --tls is not needed
+  --ca FILE            file with the certificates to trust; implies --tls
   --timeout SECONDS    deadline of each call
-  --model NAME         by default the one that is served
-  --max-tokens N       longest output in tokens
-  --temperature T      0 is greedy
-  --seed N             makes the output reproducible
-  --stop TEXT          a string that ends the output; repeatable
+  --model NAME         default: the served model
+  --max-tokens N       maximum number of output tokens
+  --temperature T      sampling temperature; 0: greedy
+  --seed N             seed for sampling, which makes the output reproducible
+  --stop TEXT          text that ends the output; the option can be repeated
 chat:
-  --system TEXT        what to tell the model first
+  --system TEXT        system message of the conversation
 session:
-  --abort-after N      end the first request after N messages of it
+  --abort-after N      abort the first request after N of its messages
 load:
-  --at-once N          calls that run together (1)
-  --calls N            calls in all (as many as at once)
-  --for SECONDS        begin calls until then instead
+  --at-once N          number of calls that run at the same time (1)
+  --calls N            total number of calls (default: the value of --at-once)
+  --for SECONDS        start new calls for this time, instead of --calls
 
-The environment variable PENSTOCK_API_KEY is the key to send.
+The environment variable PENSTOCK_API_KEY has the API key that the client sends.
 `
 
 // commands has the functions of the commands, by their names on the command line.

@@ -97,10 +97,20 @@ def parse_arguments() -> argparse.Namespace:
     many.add_argument("--abort-after", type=COUNT, metavar="N", help="abort the first request after N of its messages")
     many.add_argument("prompts", nargs="+", metavar="prompt")
     loading = command(load)
-    loading.add_argument("--at-once", type=COUNT, default=1, metavar="N", help="calls that run together")
+    loading.add_argument(
+        "--at-once", type=COUNT, default=1, metavar="N", help="number of calls that run at the same time (%(default)s)"
+    )
     bounds = loading.add_mutually_exclusive_group()
-    bounds.add_argument("--calls", type=COUNT, metavar="N", help="calls in all; by default as many as at once")
-    bounds.add_argument("--for", type=seconds, dest="seconds", metavar="SECONDS", help="begin calls until then instead")
+    bounds.add_argument(
+        "--calls", type=COUNT, metavar="N", help="total number of calls (default: the value of --at-once)"
+    )
+    bounds.add_argument(
+        "--for",
+        type=seconds,
+        dest="seconds",
+        metavar="SECONDS",
+        help="start new calls for this time, instead of --calls",
+    )
     loading.add_argument("prompt")
     return parser.parse_args()
 
@@ -109,13 +119,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of all commands. An omitted option leaves its field unset, so that the model's default applies."""
     parser.add_argument("--address", default="localhost:50051", help="host:port of the server (%(default)s)")
     parser.add_argument("--tls", action="store_true", help="encrypt the connection")
-    parser.add_argument("--ca", default="", help="file of the certificates to trust; with it, --tls is not needed")
+    parser.add_argument("--ca", default="", help="file with the certificates to trust; implies --tls")
     parser.add_argument("--timeout", type=seconds, help="deadline of each call in seconds")
-    parser.add_argument("--model", default="", help="name of the model; the served one by default")
-    parser.add_argument("--max-tokens", type=whole(0, 2**32 - 1), help="longest output in tokens")
-    parser.add_argument("--temperature", type=float, help="0 is greedy")
-    parser.add_argument("--seed", type=whole(-(2**63), 2**63 - 1), help="makes the output reproducible")
-    parser.add_argument("--stop", action="append", default=[], help="a string that ends the output; repeatable")
+    parser.add_argument("--model", default="", help="name of the model; default: the served model")
+    parser.add_argument("--max-tokens", type=whole(0, 2**32 - 1), help="maximum number of output tokens")
+    parser.add_argument("--temperature", type=float, help="sampling temperature; 0: greedy")
+    parser.add_argument(
+        "--seed", type=whole(-(2**63), 2**63 - 1), help="seed for sampling, which makes the output reproducible"
+    )
+    parser.add_argument(
+        "--stop", action="append", default=[], help="text that ends the output; the option can be repeated"
+    )
 
 
 if __name__ == "__main__":

@@ -31,13 +31,13 @@ export const USAGE = `usage: client generate [options] PROMPT
        client load     [options] [--at-once N] [--calls N | --for SECONDS] PROMPT
   --address HOST:PORT  server (localhost:50051)
   --tls                encrypt the connection
-  --ca FILE            certificates to trust; with it, --tls is not needed
+  --ca FILE            file with the certificates to trust; implies --tls
   --timeout SECONDS    deadline of each call
-  --model NAME         name of the model; by default the one that is served
-  --max-tokens N       longest output in tokens
-  --temperature T      0 is greedy
-  --seed N             makes the output reproducible
-  --stop TEXT          a string that ends the output; repeatable`;
+  --model NAME         name of the model; default: the served model
+  --max-tokens N       maximum number of output tokens
+  --temperature T      sampling temperature; 0: greedy
+  --seed N             seed for sampling, which makes the output reproducible
+  --stop TEXT          text that ends the output; the option can be repeated`;
 
 const OWN: Record<Command, string[]> = {
   generate: [],

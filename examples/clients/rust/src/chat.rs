@@ -7,7 +7,7 @@ use crate::connect::Client;
 use crate::errors::Failure;
 use crate::output::{on_a_line, print};
 
-/// Prints the answer as it arrives, and ends its line however it ends.
+/// Prints the answer as it arrives, and then a line break, also after an error.
 pub async fn run(client: Client, args: command_line::Chat) -> Result<(), Failure> {
     on_a_line(print_answer(client, args)).await
 }

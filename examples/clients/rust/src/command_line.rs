@@ -1,4 +1,4 @@
-//! The command line.
+//! Parsing of the command line.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -10,7 +10,7 @@ use tonic::Request;
 
 use crate::channel::Target;
 
-/// What a deadline's header has room for, and more than enough.
+/// Maximum timeout of a call. The header for the deadline has room for it.
 const LONGEST: Duration = Duration::from_secs(1_000_000_000);
 
 /// Calls a Penstock server
@@ -21,9 +21,9 @@ pub enum Command {
     Generate(Generate),
     /// Print the answer to a message, as it arrives
     Chat(Chat),
-    /// Continue all prompts over one stream, and print each text when it is whole
+    /// Continue all prompts over one stream, and print each text when it is complete
     Session(Session),
-    /// Make many calls of Generate over one channel, and count them
+    /// Make many Generate calls over one channel, and count them
     Load(Load),
 }
 
@@ -38,7 +38,7 @@ pub struct Generate {
 pub struct Chat {
     #[command(flatten)]
     pub options: Options,
-    /// What to tell the model first
+    /// System message of the conversation
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     pub system: Option<String>,
     pub message: String,
@@ -48,7 +48,7 @@ pub struct Chat {
 pub struct Session {
     #[command(flatten)]
     pub options: Options,
-    /// End the first request by its id, after so many messages of it
+    /// Abort the first request after this number of its messages
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub abort_after: Option<u32>,
     #[arg(required = true, value_name = "PROMPT")]
@@ -59,22 +59,22 @@ pub struct Session {
 pub struct Load {
     #[command(flatten)]
     pub options: Options,
-    /// Calls that run together
+    /// Number of calls that run at the same time
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
     pub at_once: u32,
-    /// Calls in all; by default as many as at once
+    /// Total number of calls; by default the value of --at-once
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), conflicts_with = "time")]
     pub calls: Option<u32>,
-    /// Begin calls until then
+    /// Start new calls for this time, instead of a fixed number of calls
     #[arg(long = "for", value_name = "SECONDS", value_parser = seconds, allow_negative_numbers = true)]
     pub time: Option<Duration>,
     pub prompt: String,
 }
 
-/// What all commands take. A field that is not given stays unset, and takes the model's default.
+/// Options of all commands. If a field is not set, the model's default applies.
 #[derive(Args)]
 pub struct Options {
-    /// Where the server is; all addresses of the name are used in turn
+    /// Address of the server; all addresses of the name are used in turn
     #[arg(long, value_name = "HOST:PORT", default_value = "localhost:50051")]
     pub address: Target,
     /// Encrypt the connection
@@ -86,19 +86,19 @@ pub struct Options {
     /// Deadline of each call
     #[arg(long, value_name = "SECONDS", value_parser = seconds, allow_negative_numbers = true)]
     pub timeout: Option<Duration>,
-    /// Name of the model; by default the one that is served
+    /// Name of the model; by default the served model
     #[arg(long, value_name = "NAME", default_value = "", hide_default_value = true)]
     pub model: String,
-    /// Longest output in tokens
+    /// Maximum number of output tokens
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     max_tokens: Option<u32>,
-    /// 0 is greedy
+    /// Sampling temperature; 0: greedy
     #[arg(long, value_name = "T", value_parser = finite, allow_negative_numbers = true)]
     temperature: Option<f32>,
-    /// Makes the output reproducible
+    /// Seed for sampling, which makes the output reproducible
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     seed: Option<i64>,
-    /// A string that ends the output; repeatable
+    /// Text that ends the output; the option can be repeated
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     stop: Vec<String>,
 }
@@ -125,7 +125,7 @@ impl Options {
         }
     }
 
-    /// The call's message, with its deadline. The API key comes with the client.
+    /// Returns a request with the message and the deadline of the call. The client adds the API key.
     pub fn request<T>(&self, message: T) -> Request<T> {
         let mut request = Request::new(message);
         if let Some(timeout) = self.timeout {
@@ -135,12 +135,12 @@ impl Options {
     }
 }
 
-/// What was typed. Ends the process where that is no command line.
+/// Returns the parsed command line. Ends the process if the command line is wrong.
 pub fn parse() -> Command {
     Command::try_parse().unwrap_or_else(|error| with_usage(error).exit())
 }
 
-/// clap tells the usage of some errors only.
+/// Adds the usage to an error, because clap adds the usage only to some errors.
 fn with_usage(mut error: clap::Error) -> clap::Error {
     if error.use_stderr() && error.get(ContextKind::Usage).is_none() {
         let mut command = Command::command();

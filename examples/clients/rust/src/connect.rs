@@ -17,12 +17,12 @@ use crate::errors::Failure;
 
 pub type Client = InferenceServiceClient<InterceptedService<Channel, Key>>;
 
-/// 4 MiB, tonic's own, are too few for long log-probabilities.
+/// tonic's default, 4 MiB, is too small for long log-probabilities.
 const MAX_MESSAGE_BYTES: usize = 64 * 1024 * 1024;
-/// A dial that takes longer has failed.
+/// Time limit for opening a connection.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// One client for the whole program: clones of it share the connections.
+/// Returns the client of the program. Clones of the client share its connections.
 pub fn connect(options: &Options) -> Result<Client, Failure> {
     let config = ServiceConfig::parse(SERVICE_CONFIG).expect("the package's own is right");
     let channel = Channel::new(options.address.clone(), endpoint(options)?, config);
@@ -48,7 +48,8 @@ fn endpoint(options: &Options) -> Result<Endpoint, Failure> {
     Ok(endpoint.tls_config(tls)?)
 }
 
-/// tonic would trust nobody where a file has no certificate, and not say so.
+/// Reads the certificates to trust. Returns an error if the file has none, because tonic would silently trust no
+/// server.
 fn certificates(file: &Path) -> Result<Certificate, Failure> {
     match std::fs::read_to_string(file) {
         Ok(pem) if pem.contains("-----BEGIN CERTIFICATE-----") => Ok(Certificate::from_pem(pem)),
@@ -57,7 +58,7 @@ fn certificates(file: &Path) -> Result<Certificate, Failure> {
     }
 }
 
-/// The API key, in the metadata of every call.
+/// Adds the API key to the metadata of every call.
 #[derive(Clone)]
 pub struct Key(Option<MetadataValue<Ascii>>);
 

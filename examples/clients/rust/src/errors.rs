@@ -1,4 +1,4 @@
-//! What people read when a command fails, and what it exits with.
+//! Error messages and exit codes of failed commands.
 
 use std::fmt::Write;
 use std::io;
@@ -10,16 +10,16 @@ use tonic_types::{ErrorDetail, StatusExt};
 
 use crate::channel::name_of;
 
-/// Why a command has not done what it should.
+/// Reason for which a command failed.
 #[derive(Debug)]
 pub enum Failure {
     /// A call failed.
     Call(Box<Status>),
-    /// Something that people have still to be told.
+    /// Another error, whose message has not been printed yet.
     Told(String),
-    /// They have been told already.
+    /// An error whose message has already been printed.
     Known,
-    /// Nobody reads on.
+    /// The output cannot be written, for example because its reader has exited.
     Output(io::Error),
     Interrupted,
 }
@@ -58,7 +58,7 @@ impl Failure {
     }
 }
 
-/// The code and the message of a failed call, and its `google.rpc` details, in lines.
+/// Returns the code, the message and the `google.rpc` details of a failed call, as lines of text.
 pub fn describe(status: &Status) -> String {
     let mut lines = format!("{}: {}\n", name_of(status.code()), status.message());
     for detail in status.get_error_details_vec() {
@@ -80,7 +80,7 @@ pub fn describe(status: &Status) -> String {
     lines
 }
 
-/// The same of one request in a session, where the others go on.
+/// Does the same for a failed request of a session. The other requests of the session continue.
 pub fn describe_one(error: &RequestError) -> String {
     let mut lines = format!("{}: {}\n", error.code, error.message);
     line(&mut lines, "reason", &error.reason);

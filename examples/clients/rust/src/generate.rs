@@ -8,7 +8,7 @@ use crate::connect::Client;
 use crate::errors::Failure;
 use crate::output::{on_a_line, print};
 
-/// Prints the text as it arrives, and ends its line however it ends.
+/// Prints the text as it arrives, and then a line break, also after an error.
 pub async fn run(client: Client, args: command_line::Generate) -> Result<(), Failure> {
     on_a_line(print_text(client, args)).await
 }
@@ -22,7 +22,7 @@ async fn print_text(mut client: Client, args: command_line::Generate) -> Result<
     Ok(())
 }
 
-/// A field that is left out takes the model's own default.
+/// Returns the request for a prompt. For omitted fields, the model's default applies.
 pub fn request(options: &Options, prompt: String) -> GenerateRequest {
     GenerateRequest {
         model: options.model.clone(),

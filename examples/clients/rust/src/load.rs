@@ -14,7 +14,7 @@ use crate::errors::{Failure, describe};
 use crate::generate::request;
 use crate::output::{print, until_interrupted};
 
-/// Makes the calls, and says how many there were.
+/// Makes the calls, and prints their number.
 pub async fn run(client: Client, args: command_line::Load) -> Result<(), Failure> {
     let message = request(&args.options, args.prompt.clone());
     let load = Arc::new(Load { client, message, start: Instant::now(), args, counts: Counts::default() });
@@ -41,14 +41,14 @@ struct Load {
 #[derive(Default)]
 struct Counts {
     begun: AtomicU64,
-    /// Those that have ended.
+    /// Number of calls that have ended.
     calls: AtomicU64,
     failed: AtomicU64,
     messages: AtomicU64,
 }
 
 impl Load {
-    /// One call after the other.
+    /// Makes one call after the other.
     async fn work(self: Arc<Self>) {
         while self.is_more() {
             if let Err(status) = self.call().await {

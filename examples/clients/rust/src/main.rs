@@ -1,4 +1,4 @@
-//! Calls a Penstock server: continue a prompt, answer a message, many at once.
+//! Calls a Penstock server: continues prompts, answers messages, and makes many calls at once.
 #![deny(warnings)]
 
 mod channel;

@@ -1,4 +1,4 @@
-//! What goes to standard output, and SIGINT.
+//! Standard output, and handling of SIGINT.
 
 use std::future::Future;
 use std::io;
@@ -10,17 +10,17 @@ use tokio::time::timeout;
 
 use crate::errors::Failure;
 
-/// How long a reader who has stopped reading may hold up an end that has another reason.
+/// Maximum time that the program waits for a reader of the output before it exits.
 const LAST_WRITE: Duration = Duration::from_secs(1);
 
-/// Writes `text` now.
+/// Writes `text`, and flushes the output.
 pub async fn print(text: &str) -> io::Result<()> {
     let mut out = stdout();
     out.write_all(text.as_bytes()).await?;
     out.flush().await
 }
 
-/// What `work` ends with, or that it was interrupted: then it is dropped, and its calls are cancelled.
+/// Returns the result of `work`. After SIGINT, drops `work`, which cancels its calls, and returns `Interrupted`.
 pub async fn until_interrupted<T>(work: impl Future<Output = Result<T, Failure>>) -> Result<T, Failure> {
     tokio::select! {
         interrupted = ctrl_c() => Err(interrupted.map_or_else(Failure::Output, |()| Failure::Interrupted)),
@@ -28,7 +28,7 @@ pub async fn until_interrupted<T>(work: impl Future<Output = Result<T, Failure>>
     }
 }
 
-/// Ends the line that `work` prints, however it ends.
+/// Runs `work`, and then prints a line break, also after an error.
 pub async fn on_a_line(work: impl Future<Output = Result<(), Failure>>) -> Result<(), Failure> {
     let ended = until_interrupted(work).await;
     match &ended {

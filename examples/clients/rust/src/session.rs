@@ -16,10 +16,10 @@ use crate::errors::{Failure, describe_one};
 use crate::generate::request;
 use crate::output::{print, until_interrupted};
 
-/// The id of the request that `--abort-after` ends.
+/// Id of the request that `--abort-after` aborts.
 const FIRST: &str = "0";
 
-/// Prints the text of each request when it is whole.
+/// Prints the text of each request when it is complete.
 pub async fn run(client: Client, args: command_line::Session) -> Result<(), Failure> {
     until_interrupted(print_texts(client, args)).await
 }
@@ -53,14 +53,14 @@ async fn print_texts(mut client: Client, args: command_line::Session) -> Result<
     if session.failed { Err(Failure::Known) } else { Ok(()) }
 }
 
-/// What was said until now.
+/// Outputs of the requests so far.
 struct Session {
     texts: HashMap<String, String>,
     failed: bool,
     first: Option<First>,
 }
 
-/// The first request, while it may still be ended.
+/// Data for aborting the first request, until it is aborted or has ended.
 struct First {
     left: u32,
     send: mpsc::Sender<Asked>,
@@ -81,7 +81,7 @@ impl Session {
         Ok(())
     }
 
-    /// Ends the first request once it has had enough messages. Once it has ended by itself there is nothing to end.
+    /// Aborts the first request when enough of its messages have arrived, unless the request has already ended.
     fn count(&mut self, id: &str, ended: bool) {
         let Some(first) = self.first.as_mut().filter(|_| id == FIRST) else { return };
         first.left -= 1;

@@ -1,4 +1,4 @@
-//! The body of an answer: what it fails with has gRPC's codes, and the deadline ends it.
+//! Body of a response. Its errors have gRPC's codes, and it ends at the deadline.
 
 use std::error::Error;
 use std::future::Future;
@@ -17,12 +17,12 @@ use super::deadline::Deadline;
 
 struct Answer {
     body: Body,
-    /// Whether a status has come, or is not to be expected.
+    /// Whether a status has arrived, or will not arrive.
     told: bool,
     deadline: Option<(Deadline, Pin<Box<Sleep>>)>,
 }
 
-/// The same answer, ended in time and with gRPC's codes.
+/// Returns the response with a body that ends at the deadline, and whose errors have gRPC's codes.
 pub fn answer(response: Response<Body>, deadline: Option<Deadline>) -> Response<Body> {
     let told = response.status() != StatusCode::OK || response.headers().contains_key(Status::GRPC_STATUS);
     let deadline = deadline.map(|deadline| (deadline, Box::pin(sleep_until(deadline.at))));
@@ -30,13 +30,13 @@ pub fn answer(response: Response<Body>, deadline: Option<Deadline>) -> Response<
 }
 
 impl Answer {
-    /// What the end of the stream means.
+    /// Returns the status that the end of the stream means.
     fn failure(&self, error: Option<Status>) -> Status {
         match (&self.deadline, error) {
             (Some((deadline, _)), _) if deadline.is_near() => deadline.status(),
             (_, Some(status)) if status.source().is_none() => status,
             (_, Some(status)) => status_of(&status),
-            // hyper makes an end like any other of RST_STREAM with CANCEL.
+            // hyper reports RST_STREAM with CANCEL as a normal end.
             (_, None) => Status::cancelled("the server has ended the stream without a status"),
         }
     }

@@ -1,26 +1,26 @@
-//! Which connection a call takes: all that are ready in turn.
+//! Choice of the connection for a call: all connections that are ready, in turn.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 
-/// What is known of one address.
+/// State of the connection to one address.
 pub enum State<C> {
-    /// Nothing yet, or it was ready a moment ago.
+    /// The connection is being opened, or has just ended.
     Connecting,
-    /// It takes calls.
+    /// The connection accepts calls.
     Ready(C),
-    /// Why it takes none. It is tried again, and stays like this until it is ready.
+    /// Reason why the connection accepts no calls. The state remains until a later attempt succeeds.
     Failed(String),
 }
 
-/// All addresses that the name has.
+/// All addresses of the name.
 pub struct Addresses<C> {
     pub states: BTreeMap<SocketAddr, State<C>>,
-    /// Why there are none, if the name was looked up in vain.
+    /// Reason why the name could not be resolved, if it could not.
     pub unknown: Option<String>,
 }
 
-/// What a call does.
+/// What a call must do next.
 #[derive(Debug, PartialEq)]
 pub enum Choice<C> {
     Take(C),
@@ -35,7 +35,7 @@ impl<C> Default for Addresses<C> {
 }
 
 impl<C: Clone> Addresses<C> {
-    /// The choice for the `turn`th call.
+    /// Returns the choice for the `turn`th call.
     pub fn choose(&self, turn: usize) -> Choice<C> {
         let mut ready = Vec::new();
         let mut waits = self.unknown.is_none() && self.states.is_empty();
@@ -54,7 +54,7 @@ impl<C: Clone> Addresses<C> {
         }
     }
 
-    /// Changes what is known of `address`, if the name still has it.
+    /// Sets the state of `address`, if the name still has this address.
     pub fn set(&mut self, address: SocketAddr, state: State<C>) {
         if let Some(known) = self.states.get_mut(&address) {
             *known = state;

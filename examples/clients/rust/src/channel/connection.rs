@@ -1,4 +1,4 @@
-//! One connection to one address, which tells when it has ended.
+//! One connection to one address, which reports when it has ended.
 
 use std::error::Error;
 use std::future::{Future, poll_fn};
@@ -17,17 +17,17 @@ use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Status};
 use tower_service::Service;
 
-/// Many calls at once.
+/// Connection for many concurrent calls.
 #[derive(Clone)]
 pub struct Connection {
     pub channel: Channel,
     lost: Arc<Notify>,
 }
 
-/// Why a call has no answer.
+/// Reason why a call has no response.
 #[derive(Debug)]
 pub enum Failure {
-    /// The connection had ended before: the server knows nothing of the call.
+    /// The connection had already ended, so the server has not received the call.
     NotSent(Status),
     Failed(Status),
 }
@@ -41,7 +41,7 @@ impl Connection {
         Ok(Self { channel, lost: Arc::new(Notify::new()) })
     }
 
-    /// The head of the answer. What the body of the answer fails with is for [`status_of`] as well.
+    /// Returns the headers of the response. Errors of the response's body must also be passed to [`status_of`].
     pub async fn call(&self, request: Request<Body>) -> Result<Response<Body>, Failure> {
         let mut channel = self.channel.clone();
         let answer = match poll_fn(|context| channel.poll_ready(context)).await {
@@ -57,13 +57,13 @@ impl Connection {
         })
     }
 
-    /// Ends when a call has found that the connection has.
+    /// Waits until a call has found that the connection has ended.
     pub async fn lost(&self) {
         self.lost.notified().await;
     }
 }
 
-/// Connects once. tonic connects again by itself and tells nobody; this makes it tell.
+/// Connects only once. tonic would reconnect without a notification; this connector reports that the connection ended.
 #[derive(Clone)]
 struct Once {
     address: SocketAddr,
@@ -103,7 +103,7 @@ impl Service<Uri> for Once {
     }
 }
 
-/// The status of a call that the transport ended: tonic says UNKNOWN of most.
+/// Returns the status of a call that the transport ended. tonic returns UNKNOWN for most of these calls.
 pub fn status_of(error: &(dyn Error + 'static)) -> Status {
     let reset = sources(error).find_map(|error| error.downcast_ref::<h2::Error>()).filter(|error| error.is_reset());
     let code = match reset.and_then(h2::Error::reason) {
@@ -116,7 +116,7 @@ pub fn status_of(error: &(dyn Error + 'static)) -> Status {
     Status::new(code, told(error))
 }
 
-/// False where it is certain that the server knows nothing of the call.
+/// Returns false if it is certain that the server has not received the call.
 fn was_sent(error: &(dyn Error + 'static)) -> bool {
     !sources(error)
         .any(|error| error.is::<Ended>() || error.downcast_ref::<hyper::Error>().is_some_and(hyper::Error::is_canceled))
@@ -126,7 +126,7 @@ fn sources<'a>(error: &'a (dyn Error + 'static)) -> impl Iterator<Item = &'a (dy
     std::iter::successors(Some(error), |error: &&'a (dyn Error + 'static)| (*error).source())
 }
 
-/// What an error and those that it came from say.
+/// Returns the messages of an error and of its causes.
 fn told(error: &(dyn Error + 'static)) -> String {
     let mut parts: Vec<String> = Vec::new();
     for part in sources(error).map(ToString::to_string) {

@@ -1,4 +1,5 @@
-//! Until when a call may take, its retries and its whole answer included. tonic's own limit ends with the head of the answer.
+//! Deadline of a call, including its retries and its complete response. tonic's own limit covers only the headers of a
+//! response.
 
 use std::time::Duration;
 
@@ -7,12 +8,12 @@ use tokio::time::Instant;
 use tonic::Status;
 
 const HEADER: &str = "grpc-timeout";
-/// A header has 8 digits.
+/// The header has at most 8 digits.
 const MOST: u128 = 99_999_999;
-/// The server and a timer of tonic may be this much earlier.
+/// The server, or a timer of tonic, may end the call this much earlier.
 const NEAR: Duration = Duration::from_millis(10);
 
-/// When, and how long that was from the call's start.
+/// The time of the deadline, and its distance from the start of the call.
 #[derive(Clone, Copy, Debug)]
 pub struct Deadline {
     pub at: Instant,
@@ -20,19 +21,19 @@ pub struct Deadline {
 }
 
 impl Deadline {
-    /// What `set_timeout` of the request has asked for.
+    /// Returns the deadline that the request set with `set_timeout`.
     pub fn of(headers: &HeaderMap) -> Option<Self> {
         let timeout = parse(headers.get(HEADER)?.to_str().ok()?)?;
         Some(Self { at: Instant::now().checked_add(timeout)?, timeout })
     }
 
-    /// Tells the server how much is left.
+    /// Writes the remaining time into the headers, for the server.
     pub fn write(&self, headers: &mut HeaderMap) {
         let left = format(self.at.saturating_duration_since(Instant::now()));
         headers.insert(HEADER, HeaderValue::try_from(left).expect("digits and a letter"));
     }
 
-    /// Whether it has passed, or is about to.
+    /// Returns whether the deadline has passed, or is less than `NEAR` away.
     pub fn is_near(&self) -> bool {
         Instant::now() + NEAR >= self.at
     }
@@ -56,7 +57,7 @@ fn parse(text: &str) -> Option<Duration> {
     })
 }
 
-/// In the finest unit in which it has 8 digits, and not less than it is.
+/// Returns the time, rounded up, in the smallest unit in which it has at most 8 digits.
 fn format(left: Duration) -> String {
     let units = [("u", 1_000), ("m", 1_000_000), ("S", 1_000_000_000)];
     let fits = units.iter().map(|(unit, nanos)| (unit, left.as_nanos().div_ceil(*nanos)));

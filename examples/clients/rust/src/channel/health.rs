@@ -1,4 +1,4 @@
-//! One address, connected to again and again, and whether its server is healthy: gRFC A17.
+//! Connection to one address, which is opened again whenever it ends, and health checks of the server (gRFC A17).
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -15,24 +15,24 @@ use tonic_health::pb::{HealthCheckRequest, HealthCheckResponse};
 use super::balance::State;
 use super::connection::Connection;
 
-/// Between the beginnings of two connections: after one that failed, as gRPC's clients wait, and after one that served.
+/// Time between the starts of two connection attempts, with the same backoff as in gRPC's own clients.
 const FIRST_WAIT: Duration = Duration::from_secs(1);
 const LONGEST_WAIT: Duration = Duration::from_secs(120);
 const WAIT_FACTOR: f64 = 1.6;
 const SHORTEST_WAIT: Duration = Duration::from_millis(100);
 
-/// Connects to addresses, all in the same way.
+/// Opens connections to addresses, all with the same settings.
 #[derive(Clone)]
 pub struct Dialer {
     pub endpoint: Endpoint,
-    /// The name whose health is watched, if any is.
+    /// Name of the service whose health is watched, if any.
     pub service: Option<String>,
-    /// Notified when a connection has ended or failed: the name may have other addresses now.
+    /// Notified when a connection has ended or failed, because the name may have other addresses now.
     pub ended: Arc<Notify>,
 }
 
 impl Dialer {
-    /// Keeps a connection to `address`, and tells how it is. Never ends.
+    /// Keeps a connection to `address` open, and reports its state with `tell`. Never ends.
     pub async fn keep(self, address: SocketAddr, tell: impl Fn(State<Connection>)) {
         let mut wait = FIRST_WAIT;
         loop {
@@ -54,7 +54,8 @@ impl Dialer {
         }
     }
 
-    /// Ends with the connection. An error if its server has said nothing of its health until then.
+    /// Watches the health until the connection ends. Returns an error if the server has not reported its health until
+    /// then.
     async fn watch(
         &self,
         address: SocketAddr,

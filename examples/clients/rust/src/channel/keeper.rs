@@ -11,7 +11,7 @@ use super::balance::{Addresses, State};
 use super::connection::Connection;
 use super::health::Dialer;
 
-/// Tells of its connections through a `watch`. They end with it.
+/// Publishes the states of its connections through a `watch`. When the keeper is dropped, its connections end.
 pub struct Keeper {
     pub dialer: Dialer,
     addresses: Arc<watch::Sender<Addresses<Connection>>>,
@@ -24,7 +24,7 @@ impl Keeper {
         Self { dialer, addresses: Arc::new(addresses), tasks: JoinSet::new(), kept: BTreeMap::new() }
     }
 
-    /// Takes what a look-up has `found`. Calls that run on an address which has gone stay there.
+    /// Applies the result of resolving the name. Calls that run on a removed address continue there.
     pub fn update(&mut self, found: Result<BTreeSet<SocketAddr>, String>) {
         let found = match found {
             Ok(found) => found,

@@ -1,6 +1,6 @@
-//! A channel to all addresses of a name, for the clients that tonic generates. It does what gRPC's own libraries do and
-//! tonic's channel does not: it looks the name up again, calls all addresses in turn but for those that are not healthy,
-//! and tries failed calls again. How, a service config says.
+//! A channel to all addresses of a name, for the clients that tonic generates. Unlike tonic's own channel, it does the
+//! same as gRPC's libraries: it resolves the name repeatedly, sends calls in turn to all healthy addresses, and retries
+//! failed calls. A service config has the settings.
 
 mod answer;
 mod balance;
@@ -41,7 +41,7 @@ use keeper::Keeper;
 use replay::Replay;
 use retry::{Attempts, Throttle};
 
-/// Many calls at once. Clones are the same channel; with the last of them the connections end.
+/// Channel for many concurrent calls. Clones share its connections, which end when the last clone is dropped.
 #[derive(Clone)]
 pub struct Channel(Arc<Shared>);
 
@@ -60,7 +60,7 @@ impl Drop for Shared {
 }
 
 impl Channel {
-    /// Begins to connect to all addresses of `target`. `endpoint` is how: TLS, keepalive.
+    /// Starts to connect to all addresses of `target`. `endpoint` has the settings of the connections: TLS, keepalive.
     pub fn new(target: Target, endpoint: Endpoint, config: ServiceConfig) -> Self {
         Self::over(endpoint, config, |mut keeper| async move {
             let ended = keeper.dialer.ended.clone();
@@ -68,7 +68,7 @@ impl Channel {
         })
     }
 
-    /// A channel to the addresses that `follow` tells the keeper.
+    /// Returns a channel to the addresses that `follow` passes to the keeper.
     fn over<F: Future<Output = ()> + Send + 'static>(
         endpoint: Endpoint,
         config: ServiceConfig,
@@ -84,7 +84,7 @@ impl Channel {
 }
 
 impl Shared {
-    /// The connection whose turn it is, as soon as there is one.
+    /// Waits until a connection is ready, and returns the next connection in turn.
     async fn connection(&self) -> Result<Connection, Status> {
         let turn = self.turn.fetch_add(1, Ordering::Relaxed);
         let mut addresses = self.addresses.clone();
@@ -98,7 +98,8 @@ impl Shared {
         }
     }
 
-    /// One attempt after the other. An answer whose head has come is an answer, whatever comes behind.
+    /// Makes attempts until one succeeds. An attempt succeeds when the headers of its response arrive, even if the body
+    /// then fails.
     async fn call(&self, request: Request<Body>, deadline: Option<Deadline>) -> Result<Response<Body>, Status> {
         let (head, body) = request.into_parts();
         let body = Replay::new(body);
@@ -132,12 +133,12 @@ impl Shared {
     }
 }
 
-/// What an attempt ended with; OK if an answer has begun.
+/// Returns the code with which an attempt ended. OK if a response has begun.
 fn code_of(answer: &Result<Response<Body>, Status>) -> Code {
     match answer {
         Err(status) => status.code(),
         Ok(response) => match response.status().as_u16() {
-            429 | 502..=504 => Code::Unavailable, // a gateway's
+            429 | 502..=504 => Code::Unavailable, // from a gateway
             _ => Status::from_header_map(response.headers()).map_or(Code::Ok, |status| status.code()),
         },
     }

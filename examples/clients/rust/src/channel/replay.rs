@@ -9,10 +9,10 @@ use tonic::Status;
 use tonic::body::Body;
 use tonic::codegen::Bytes;
 
-/// What is kept of a request; one that is longer is sent once.
+/// Maximum number of bytes of a request that are kept. A larger request is not retried.
 const MOST_BYTES: usize = 1024 * 1024;
 
-/// Keeps what was sent until an answer has begun. Clones of its bytes cost nothing.
+/// Keeps the sent bytes until a response has begun. Clones share the bytes.
 pub struct Replay(Arc<Mutex<Sent>>);
 
 struct Sent {
@@ -21,7 +21,7 @@ struct Sent {
     kept: Vec<Bytes>,
     bytes: usize,
     keeps: bool,
-    /// Which attempt may read on.
+    /// Number of the attempt that may continue to read.
     attempt: u32,
 }
 
@@ -31,19 +31,19 @@ impl Replay {
         Self(Arc::new(Mutex::new(sent)))
     }
 
-    /// The body from its beginning. The one given before ends, wherever it is.
+    /// Returns the body from its beginning. The body of the previous attempt ends.
     pub fn attempt(&self) -> Body {
         let mut sent = self.0.lock().expect("no holder panics");
         sent.attempt += 1;
         Body::new(Attempt { sent: self.0.clone(), number: sent.attempt, position: 0 })
     }
 
-    /// Whether it can still be sent from its beginning.
+    /// Returns whether the request can still be sent from its beginning.
     pub fn is_whole(&self) -> bool {
         self.0.lock().expect("no holder panics").keeps
     }
 
-    /// There will be no other attempt.
+    /// Drops the kept bytes, because there will be no other attempt.
     pub fn commit(&self) {
         self.0.lock().expect("no holder panics").keeps = false;
     }

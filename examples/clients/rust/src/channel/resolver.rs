@@ -1,4 +1,4 @@
-//! The addresses behind a name, looked up again and again.
+//! Repeated resolution of a name to its addresses.
 
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
@@ -10,12 +10,12 @@ use tokio::net::lookup_host;
 use tokio::sync::Notify;
 use tokio::time::{sleep, timeout};
 
-/// Between two look-ups that nothing called for. A name tells nobody that it has new addresses.
+/// Interval between two regular resolutions of the name. There is no notification when a name has new addresses.
 const INTERVAL: Duration = Duration::from_secs(5);
-/// Between two look-ups, at least.
+/// Minimum time between two resolutions.
 const PAUSE: Duration = Duration::from_millis(500);
 
-/// `HOST:PORT`, or `dns:///HOST:PORT`, which is the same.
+/// Address of the form `HOST:PORT` or `dns:///HOST:PORT`. Both forms have the same meaning.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Target(Authority);
 
@@ -33,7 +33,7 @@ impl FromStr for Target {
 }
 
 impl Target {
-    /// `HOST:PORT`.
+    /// Returns the address as `HOST:PORT`.
     pub fn as_str(&self) -> &str {
         self.0.as_str()
     }
@@ -44,12 +44,12 @@ impl Target {
     }
 }
 
-/// Tells what the name has, now, every few seconds, and whenever it is `wanted`. Never ends.
+/// Resolves the name now, every few seconds, and whenever `wanted` is notified. Never ends.
 pub async fn follow(target: &Target, wanted: &Notify, mut tell: impl FnMut(Result<BTreeSet<SocketAddr>, String>)) {
     loop {
         tell(target.lookup().await);
         sleep(PAUSE).await;
-        // Whether it was wanted or has become old does not matter.
+        // Resolve again after a notification and after the interval alike.
         let _ = timeout(INTERVAL, wanted.notified()).await;
     }
 }

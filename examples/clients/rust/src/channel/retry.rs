@@ -1,4 +1,4 @@
-//! When a call that failed is tried again: gRFC A6.
+//! Retries of failed calls (gRFC A6).
 
 use std::sync::Mutex;
 use std::time::Duration;
@@ -7,14 +7,14 @@ use tonic::Code;
 
 use super::service_config::{RetryPolicy, Throttling};
 
-/// No policy is followed further than this.
+/// Maximum number of attempts, even if a policy allows more.
 const MOST_ATTEMPTS: u32 = 5;
 
 /// The attempts of one call.
 pub struct Attempts<'a> {
     policy: Option<&'a RetryPolicy>,
     throttle: &'a Throttle,
-    /// Those that have failed.
+    /// Number of failed attempts.
     pub failed: u32,
 }
 
@@ -23,8 +23,8 @@ impl<'a> Attempts<'a> {
         Self { policy, throttle, failed: 0 }
     }
 
-    /// How long to wait before the next attempt, now that one has ended with `code` before anything of an answer came.
-    /// None: there is no next one.
+    /// Returns the time to wait before the next attempt, after an attempt that ended with `code` before a response
+    /// began. Returns None if there must be no further attempt.
     pub fn again(&mut self, code: Code) -> Option<Duration> {
         if code == Code::Ok {
             self.throttle.succeeded();
@@ -43,7 +43,7 @@ fn backoff(policy: &RetryPolicy, failed: u32) -> Duration {
     Duration::from_secs_f64(whole.min(policy.max_backoff.as_secs_f64()) * (0.8 + 0.4 * fastrand::f64()))
 }
 
-/// Ends retries while too many calls of a channel fail.
+/// Prevents retries while too many calls of a channel fail.
 pub struct Throttle {
     limits: Option<Throttling>,
     tokens: Mutex<f64>,
@@ -62,7 +62,7 @@ impl Throttle {
         }
     }
 
-    /// Counts a failure, and says whether there may be a retry.
+    /// Counts a failure. Returns whether a retry is allowed.
     fn failed(&self) -> bool {
         let Some(limits) = &self.limits else { return true };
         let mut tokens = self.tokens.lock().expect("no holder panics");

@@ -1,4 +1,4 @@
-//! The parts of a gRPC service config that this channel follows. Anything else in it is passed over.
+//! The parts of a gRPC service config that this channel supports. All other parts are ignored.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -6,7 +6,7 @@ use std::time::Duration;
 use serde::{Deserialize, Deserializer, de};
 use tonic::Code;
 
-/// What a service config says.
+/// Contents of a service config.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ServiceConfig {
@@ -19,7 +19,7 @@ pub struct ServiceConfig {
     pub throttling: Option<Throttling>,
 }
 
-/// Whose health is watched.
+/// Name of the service whose health is watched.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct HealthCheck {
@@ -41,7 +41,7 @@ struct MethodName {
     method: String,
 }
 
-/// When and how often a call is tried again.
+/// Which failed calls are retried, and how often.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct RetryPolicy {
@@ -55,7 +55,7 @@ pub struct RetryPolicy {
     pub retryable_status_codes: Vec<Code>,
 }
 
-/// How many retries there may be among the calls of a channel.
+/// Limit on the retries of all calls of a channel.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Throttling {
@@ -64,7 +64,7 @@ pub struct Throttling {
 }
 
 impl ServiceConfig {
-    /// Reads JSON. Fails where something is missing or no such thing, or where it does not balance by round robin.
+    /// Parses JSON. Fails if a part is missing or invalid, or if the load balancing policy is not round robin.
     pub fn parse(json: &str) -> Result<Self, serde_json::Error> {
         let config: Self = serde_json::from_str(json)?;
         let policies = || config.load_balancing_config.iter().flat_map(HashMap::keys);
@@ -76,7 +76,8 @@ impl ServiceConfig {
         Ok(config)
     }
 
-    /// The policy for calls of `path`, which is `/service/method`: that of the method, else of the service, else of all.
+    /// Returns the policy for `path` (`/service/method`): the method's policy, or the service's policy, or the default
+    /// policy.
     pub fn retry_policy(&self, path: &str) -> Option<&RetryPolicy> {
         let (service, method) = path.trim_start_matches('/').split_once('/')?;
         [(service, method), (service, ""), ("", "")]
@@ -90,7 +91,7 @@ impl ServiceConfig {
     }
 }
 
-/// The name of a code as gRPC writes it, e.g. `INVALID_ARGUMENT`.
+/// Returns the name of a code in gRPC's form, such as `INVALID_ARGUMENT`.
 pub fn name_of(code: Code) -> String {
     let mut name = String::new();
     for letter in format!("{code:?}").chars() {

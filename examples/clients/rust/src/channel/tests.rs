@@ -1,4 +1,4 @@
-//! The channel in front of real servers on the loopback network.
+//! Tests of the channel with real servers on the loopback interface.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
@@ -22,7 +22,7 @@ use tonic_health::server::{HealthReporter, health_reporter};
 use super::balance::State;
 use super::*;
 
-/// Says the words of a prompt. Of its first calls `fails` fail before a word, the word `gone` fails, `hold` lasts.
+/// Returns the words of a prompt. The first `fails` calls fail before a word. The word `gone` fails, and `hold` waits.
 #[derive(Clone, Default)]
 struct Fake {
     calls: Arc<AtomicU32>,
@@ -59,7 +59,7 @@ impl InferenceService for Fake {
     }
 }
 
-/// A server of it.
+/// Server that runs a `Fake`.
 struct Frontend {
     fake: Fake,
     address: SocketAddr,
@@ -89,7 +89,7 @@ impl Frontend {
         self.fake.calls.load(SeqCst)
     }
 
-    /// Tells it, and waits until the channel has heard of it.
+    /// Sets the health, and waits until the channel has received it.
     async fn set_health(&self, status: ServingStatus, client: &Client) {
         self.health.set_service_status("", status).await;
         client
@@ -98,7 +98,7 @@ impl Frontend {
     }
 }
 
-/// A channel to the addresses that it is told.
+/// Client with a channel whose addresses the test sets.
 struct Client {
     stub: InferenceServiceClient<Channel>,
     channel: Channel,
@@ -106,7 +106,7 @@ struct Client {
 }
 
 impl Client {
-    /// To all of these, once they are ready.
+    /// Returns a client that is connected to all these servers.
     async fn of(frontends: &[&Frontend]) -> Self {
         let client = Self::new();
         client.rename(frontends).await;
@@ -136,7 +136,7 @@ impl Client {
         self.channel.0.addresses.clone().wait_for(|known| holds(&known.states)).await.unwrap();
     }
 
-    /// The words that came, and how the call ended.
+    /// Returns the received words, and the result of the call.
     async fn ask(&self, prompt: &str) -> (String, Result<(), Status>) {
         let mut words = Vec::new();
         let ended = self.hear(request(prompt), &mut words).await;

@@ -18,25 +18,25 @@ final class CommandLine {
              client chat     [options] MESSAGE
              client session  [options] PROMPT...
              client load     [options] PROMPT
-        --address HOST:PORT   server (localhost:50051); dns:///NAME:PORT takes all addresses of the name in turn
+        --address HOST:PORT   server (localhost:50051); dns:///NAME:PORT uses all addresses in turn
         --tls                 encrypt the connection
-        --ca FILE             certificates to trust; implies --tls
+        --ca FILE             file with the certificates to trust; implies --tls
         --timeout SECONDS     deadline of each call
-        --model NAME          name of the model; by default the one that is served
-        --max-tokens N        longest output in tokens
-        --temperature T       0 is greedy
-        --seed N              makes the output reproducible
-        --stop TEXT           a string that ends the output; repeatable
+        --model NAME          name of the model; default: the served model
+        --max-tokens N        maximum number of output tokens
+        --temperature T       sampling temperature; 0: greedy
+        --seed N              seed for sampling, which makes the output reproducible
+        --stop TEXT           text that ends the output; the option can be repeated
       chat:
-        --system TEXT         instructions before the message
+        --system TEXT         system message of the conversation
       session:
-        --abort-after N       end the first request after so many messages
+        --abort-after N       abort the first request after N of its messages
       load:
-        --at-once N           calls that run at the same time (1)
-        --calls N             calls in all (as many as at once)
-        --for SECONDS         begin calls for so long, instead of --calls
+        --at-once N           number of calls that run at the same time (1)
+        --calls N             total number of calls (default: the value of --at-once)
+        --for SECONDS         start new calls for this time, instead of --calls
       environment:
-        PENSTOCK_API_KEY      key of the server""";
+        PENSTOCK_API_KEY      API key that the client sends""";
 
   private static final Set<String> COMMANDS = Set.of("generate", "chat", "session", "load");
   private static final long MAX_UINT32 = (1L << 32) - 1;
