@@ -29,7 +29,7 @@ from tests.fakes.models.transformers_greedy import greedy_tokens
 NEW_TOKENS = 12
 PROMPT_LENGTHS = (1, 3, 7, 16, 34, 90)
 CACHE = {"block_size": 16, "num_blocks": 128}
-SHAPE = {"hidden_size": 64, "num_hidden_layers": 2}
+SHAPE = {"hidden_size": 64}
 HELIUM = {"helium": {"head_dim": 16}}
 """Changes of model types whose tiny configuration has a head size that the kernels do not support."""
 DECODERS = tuple(name for name in ARCHITECTURES if class_name(name) in FAMILIES)
