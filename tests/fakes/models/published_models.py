@@ -532,6 +532,31 @@ SERVED: Mapping[str, Mapping[str, Any]] = {
         "rope_scaling": {**_LLAMA3, "factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0},
         "max_position_embeddings": 131_072,
     },
+    "GLM-4.1V-9B": {
+        "model_type": "glm4v",
+        "tie_word_embeddings": False,
+        "image_token_id": 315,
+        "video_token_id": 316,
+        "image_start_token_id": 317,
+        "image_end_token_id": 318,
+        "video_start_token_id": 313,
+        "video_end_token_id": 314,
+        "text_config": {
+            "model_type": "glm4v_text",
+            **_SMALL,
+            # The heads of 128 follow from the hidden size.
+            "hidden_size": 256,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10_000.0,
+                "mrope_section": [8, 12, 12],
+                "partial_rotary_factor": 0.5,
+            },
+        },
+        "vision_config": {**_DEEP_TOWER, "out_hidden_size": 256},
+    },
     # Models with recurrent layers.
     "Qwen3.5-0.8B": {
         "model_type": "qwen3_5",
