@@ -126,11 +126,12 @@ def test_rows_are_those_of_transformers(model: Model) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["glm4v", "glm_ocr"])
+@pytest.mark.parametrize("family", ["glm4v", "glm_ocr", "paddleocr_vl", "qwen3_omni_moe", "qwen3_asr"])
 def test_rows_in_bfloat16_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     save_multimodal_model(family, tmp_path)
     read: Any = AutoModelForMultimodalLM.from_pretrained
-    oracle = read(tmp_path, dtype=torch.bfloat16).eval()
+    whole = read(tmp_path, dtype=torch.bfloat16).eval()
+    oracle = getattr(whole, "thinker", whole)
     loaded = load_model(ModelConfig(path=str(tmp_path), dtype="bfloat16"), CPU, lambda line: None, with_towers=True)
     model = Model(family, tmp_path, oracle, loaded)
     for modality, raw, normalized in items(model):
