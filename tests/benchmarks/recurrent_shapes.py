@@ -139,9 +139,15 @@ class Measurement:
             spent = (time.perf_counter() - began) * 1e3
             yield spent, {each.request_id: each.new_token_ids for of in outputs.values() for each in of.outputs}
 
-    def decode_step(self, num_requests: int) -> float:
-        """Return the mean time of a decode step of this many requests."""
-        prompts = [self.prompt(DECODE_PROMPT) for _ in range(num_requests)]
+    def decode_step(self, num_requests: int, prompt_tokens: int = DECODE_PROMPT) -> float:
+        """Return the mean time of a decode step of this many requests, each with a prompt of ``prompt_tokens``.
+
+        Longer prompts than the default are computed before. Otherwise the first requests would end before the last
+        prompt is computed.
+        """
+        prompts = [self.prompt(prompt_tokens) for _ in range(num_requests)]
+        if prompt_tokens > DECODE_PROMPT:
+            list(self.steps(prompts, 1))
         times = [spent for spent, tokens in self.steps(prompts, DECODE_TOKENS) if len(tokens) == num_requests]
         return statistics.fmean(times[1:])  # The first step with tokens computes prompts.
 
@@ -159,6 +165,11 @@ class Measurement:
         first, token = self.first_token(prompt)
         second, _ = self.first_token([*prompt, *token, *self.prompt(30)])
         return first, second
+
+    def bytes_per_token(self) -> int:
+        """Return the bytes of the KV cache for one token in all layers."""
+        specs = self._engine.executor.kv_cache_specs().values()
+        return sum(spec.page_size_bytes // spec.block_size for spec in specs)
 
     def state_memory(self) -> str:
         """Return the bytes per running request that start-up printed, and the allocated and resident bytes of states."""
