@@ -6,10 +6,11 @@ computes.
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.control import EngineControl
@@ -17,11 +18,12 @@ from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.executor.generation.runner import GenerationRunner
 from penstock_enginecore.forward.equivalence_check import TOLERANCES
 from penstock_enginecore.forward.native import NativeForward
-from penstock_enginecore.models.families import FAMILIES
+from penstock_enginecore.models.families import FAMILIES, Family
 from penstock_enginecore.native.linear import PackedEmbedding
 from tests.emulation.build import pretend
 from tests.fakes.engines.in_process import build_engine, generate
 from tests.fakes.engines.instruction_sets import runnable
+from tests.fakes.models.fused_models import fused
 from tests.fakes.models.quick_architectures import QUICK_ARCHITECTURES
 from tests.fakes.models.tiny_models import ARCHITECTURES, VOCAB_SIZE, class_name, save_narrow_model, save_tiny_model
 from tests.fakes.models.transformers_greedy import greedy_tokens
@@ -225,6 +227,35 @@ def test_a_decoder_that_computes_something_else_is_found_out_before_it_serves(
     assert "linear" in computing(engine)
     assert greedy(engine) == expected
     engine.shutdown()
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known", "unknown"])
+def test_factors_of_outputs_need_only_a_row_of_the_table(
+    known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Changes Llama's modules, so that they multiply the outputs of attention and MLP by factors of the configuration."""
+    torch.set_num_threads(1)
+    attend, compute = LlamaAttention.forward, LlamaMLP.forward
+
+    def attend_scaled(self: Any, *args: Any, **given: Any) -> Any:
+        output, weights = attend(self, *args, **given)
+        return output * self.config.attention_factor, weights
+
+    monkeypatch.setattr(LlamaAttention, "forward", attend_scaled)
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: compute(self, x) * self.config.mlp_factor)
+    if known:
+        factors: Any = {"attention": "attention_factor", "mlp": "mlp_factor"}
+        monkeypatch.setitem(cast("Any", FAMILIES), "LlamaForCausalLM", Family(factors=factors))
+    model = save_tiny_model("llama", tmp_path, hidden_size=64, attention_factor=0.6, mlp_factor=1.7)
+    expected = expected_tokens(model)
+    with caplog.at_level(logging.INFO):
+        engine = build_engine(tmp_path, cache=CACHE)
+    assert ("decoder" if known else "linear") in computing(engine)
+    assert ("decoder not used: its results differ by" in caplog.text) is not known
+    assert greedy(engine) == expected
+    engine.shutdown()
+    if known:
+        fused(tmp_path)  # compares the logits of the GPU decoder with those of the modules
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])

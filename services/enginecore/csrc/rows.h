@@ -26,7 +26,7 @@ inline void rms_norm(const float* x, const float* weight, float* out, int64_t n,
   for (; i < n; ++i) out[i] = weight[i] * (x[i] * scale);
 }
 
-// LayerNorm. `weight` has the weights [n] and then the biases [n].
+// Mean of a row, and the factor that gives the row without its mean a variance of 1.
 struct Centered {
   Centered(const float* x, int64_t n, float eps) {
     vf sums{}, squares{};
@@ -43,6 +43,7 @@ struct Centered {
   float mean, scale;
 };
 
+// LayerNorm. `weight` has the weights [n] and then the biases [n].
 inline void layer_norm(const float* x, const float* weight, float* out, int64_t n, float eps) {
   const Centered of(x, n, eps);
   const float* bias = weight + n;
