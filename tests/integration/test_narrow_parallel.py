@@ -36,6 +36,10 @@ SHARED = ("gemma3n", "gemma4_shared")
             ),
         ),
         ("qwen3", 1, 2, "decoder"),
+        ("cohere", 2, 1, "decoder"),
+        ("glm4", 2, 1, "linear"),
+        ("granite", 1, 2, "decoder"),
+        ("phi", 1, 2, "decoder"),
     ],
 )
 def test_workers_that_share_a_bfloat16_checkpoint_give_the_tokens_of_float32(
