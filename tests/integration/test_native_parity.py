@@ -34,6 +34,8 @@ CACHE = {"block_size": 16, "num_blocks": 128}
 SHAPE = {"hidden_size": 64}
 HELIUM = {"helium": {"head_dim": 16}}
 """Changes of model types whose tiny configuration has a head size that the kernels do not support."""
+LATENT_DECODERS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+"""Model types with latent attention. With LoRA adapters, modules compute them."""
 DECODERS = tuple(name for name in ARCHITECTURES if class_name(name) in FAMILIES)
 """Model types that the CPU kernels' decoder computes."""
 DECODER_KINDS = (

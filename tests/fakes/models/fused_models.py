@@ -95,5 +95,5 @@ def offer_fused(monkeypatch: pytest.MonkeyPatch, lora: SlotLimits | None = None)
     monkeypatch.setattr("penstock_enginecore.executor.loading.kept_weights", lambda *_: keeps)
     monkeypatch.setattr(
         "penstock_enginecore.forward.build.decoder_candidate",
-        lambda library, probed, *others: Candidate("fused decoder", lambda: build(probed)),
+        lambda library, probed, *others, **settings: Candidate("fused decoder", lambda: build(probed)),
     )

@@ -197,6 +197,7 @@ _UNLIMITED = {"time_step_min": 1e-9}
 _KDA = {
     **_UNTIED,
     **_MLA,
+    "qk_rope_head_dim": 8,
     "q_lora_rank": None,
     "num_hidden_layers": 4,
     "num_local_experts": 4,

@@ -84,7 +84,7 @@ class StepContext:
         query = call.query if scale is None else scale.apply(call.query, plan.positions)
         if heads := latent_heads(call.module):
             seen = self._backend.attend_latents(heads.absorbed(query), layer.cache, plan, call.params, heads.latent)
-            return heads.expanded(seen)
+            return heads.expanded(seen).to(query.dtype)
         return self._backend.attend(query, call.key, call.value, layer.cache, plan, call.params)
 
 

@@ -56,7 +56,7 @@ class LatentHeads(torch.nn.Linear):
         rotated]``.
         """
         plain, rotated = query[:, :, : self.plain], query[:, :, self.plain :]
-        projected = torch.unflatten(self(plain.flatten(1), True), 1, (self.num_heads, self.latent))
+        projected: torch.Tensor = torch.unflatten(self(plain.flatten(1), True), 1, (self.num_heads, self.latent))
         return torch.cat([projected, rotated], dim=-1)
 
     def expanded(self, seen: torch.Tensor) -> torch.Tensor:
@@ -74,9 +74,13 @@ class LatentHeads(torch.nn.Linear):
         return self.products(torch.unflatten(x, 1, (self.num_heads, -1)), absorbs=absorbs)
 
     def products(self, x: torch.Tensor, *, absorbs: bool) -> torch.Tensor:
-        """Return the products of ``forward`` for ``x`` ``[tokens, heads, size]``, with all heads contiguous."""
+        """Return the products of ``forward`` for ``x`` ``[tokens, heads, size]``, float32, with all heads contiguous.
+
+        They are intermediate results that full keys and values do not have, so they are not rounded to 16 bits.
+        """
         keys, values = by_head(self.weight, self.plain, self.value)
-        product = torch.bmm(x.transpose(0, 1), keys if absorbs else values.transpose(1, 2))
+        weight = keys if absorbs else values.transpose(1, 2)
+        product = torch.bmm(x.transpose(0, 1).float(), weight.float())
         return product.transpose(0, 1).flatten(1)
 
     def addition(self, update: Update) -> Callable[[torch.Tensor, torch.Tensor], None]:
