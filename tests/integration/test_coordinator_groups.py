@@ -161,4 +161,4 @@ async def test_messages_of_ranks_are_refused_from_other_members() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as e:
             await rank.call.read()
         assert e.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert "peer_lost is only for ranks" in (e.value.details() or "")
+        assert "only ranks of a data-parallel group may send peer_lost" in (e.value.details() or "")

@@ -129,7 +129,7 @@ def test_without_kept_addresses_an_engine_still_sleeps_and_logs_the_reason(
     save_varied_model("qwen3", tmp_path)
     engine = build_engine(tmp_path, **KEPT)
     assert (
-        "executor.keep_addresses has no effect: device cpu does not support virtual memory whose physical memory can be replaced"
+        "executor.keep_addresses has no effect: on device cpu, memory cannot be freed and allocated again at the same address"
         in caplog.text
     )
     control = EngineControl(engine)

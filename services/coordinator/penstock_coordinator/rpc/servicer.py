@@ -210,7 +210,8 @@ class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
                 message = convert.from_rank(report, "" if rank is None else rank.name)
                 if rank is None:
                     raise InvalidArgument(
-                        f"{kind} is only for ranks of a data-parallel group, but register.group was not set on this stream",
+                        f"only ranks of a data-parallel group may send {kind}, but the engine did not set register.group at the "
+                        "start of this stream",
                         field=kind or "message",
                     )
                 cluster.apply(membership.report(session, None, cluster.now()))
@@ -239,7 +240,8 @@ class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
             elif isinstance(said, list):
                 if link is None:
                     raise InvalidArgument(
-                        "loras is set, but hello.views.loras was not set on this stream; set it, or leave loras unset",
+                        "the frontend sent loras, but did not set hello.views.loras at the start of this stream; set "
+                        "hello.views.loras, or do not send loras",
                         field="loras",
                     )
                 link.hear(said)

@@ -259,8 +259,9 @@ def round_weights(module: Any) -> None:
     """
     error = round_linears(module, but=module.get_output_embeddings())
     logger.info(
-        "rounded the weights of all linear layers except the output head to 8-bit integers (the difference is the "
-        "norm of a layer's rounding errors, relative to the norm of its weights) max_difference_percent=%.2g",
+        "rounded the weights of all linear layers except the output head to 8-bit integers (max_difference_percent is the "
+        "largest norm of a layer's rounding errors, as a percentage of the norm of the layer's weights) "
+        "max_difference_percent=%.2g",
         100 * error,
     )
 
@@ -297,7 +298,10 @@ def load_runner(
         try:
             return _load_runner(config, device, progress, collectives, links, onlooker, kernels, rounded=rounded)
         except SpentError as e:
-            logger.warning("%s; loading the model again, because weights were already freed", e)
+            logger.warning(
+                "%s; loading the model again, because the rejected implementation had freed some of the model's weights",
+                e,
+            )
             if not rounded:
                 kernels = msgspec.structs.replace(kernels, **{e.name: False})
             rounded = False

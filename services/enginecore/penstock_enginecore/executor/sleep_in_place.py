@@ -79,11 +79,13 @@ def kept_sleep(config: EngineCoreConfig, runner: ModelRunner, device: torch.devi
 
 
 def open_driver(device: torch.device) -> Driver:
-    """Return the interface to the device's virtual memory. Raises RuntimeError if the device has no virtual memory that
-    can be remapped.
+    """Return the interface to the device's virtual memory. Raises RuntimeError if memory of the device cannot be freed
+    and allocated again at the same address.
     """
     if device.type != "cuda":
-        raise RuntimeError(f"device {device} does not support virtual memory whose physical memory can be replaced")
+        raise RuntimeError(
+            f"on device {device}, memory cannot be freed and allocated again at the same address; only CUDA devices support this"
+        )
     return CudaDriver(device)
 
 

@@ -224,7 +224,8 @@ class SharedMemoryCollectives:
             )
         if os.fstat(memory).st_size != _num_bytes(size):
             raise ValueError(
-                f"descriptor {memory} has {os.fstat(memory).st_size} bytes, but {size} ranks need {_num_bytes(size)}"
+                f"the shared memory of descriptor {memory} has {os.fstat(memory).st_size} bytes, but {size} ranks need "
+                f"{_num_bytes(size)} bytes"
             )
         self.rank, self.size = rank, size
         self._map = mmap.mmap(memory, _num_bytes(size))
@@ -238,7 +239,8 @@ class SharedMemoryCollectives:
         """
         if tensor.dtype not in _KINDS or not tensor.is_contiguous():
             raise TypeError(
-                f"all_reduce needs a contiguous tensor of {', '.join(map(str, _KINDS))}; got {tensor.dtype}"
+                f"all_reduce needs a contiguous tensor with dtype {' or '.join(map(str, _KINDS))}; the tensor has dtype "
+                f"{tensor.dtype}, and is {'contiguous' if tensor.is_contiguous() else 'not contiguous'}"
             )
         own = self.base, self.rank, self.size, PIECE
         self._sum(*own, tensor.data_ptr(), tensor.numel(), _KINDS[tensor.dtype])

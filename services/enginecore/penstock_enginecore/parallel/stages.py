@@ -64,13 +64,15 @@ def trace_layers(module: PreTrainedModel, mixing: Iterable[str], run: Callable[[
         for value in taken.values():
             if len(taken) > 1 or not isinstance(value, torch.Tensor) or not torch.equal(value[0], entering[0]):
                 needed = ", ".join(sorted(taken))
-                raise _refusal(module, f"the model's layers need {needed} in addition to hidden states and positions")
+                raise _refusal(module, f"the model's layers need inputs that stages cannot provide: {needed}")
         embeddings.append(next(iter(taken), ""))
 
     def behind(layer: torch.nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001 - torch's signature
         states, *others = output if isinstance(output, tuple) else (output,)
         if not isinstance(states, torch.Tensor) or any(other is not None for other in others):
-            raise _refusal(module, "the model's layers return more than hidden states")
+            raise _refusal(
+                module, "the model's layers return more than hidden states, and stages send only hidden states"
+            )
         sizes.append(len(output) if isinstance(output, tuple) else 0)
         leaving.append(states[0].clone())
 
@@ -88,9 +90,13 @@ def trace_layers(module: PreTrainedModel, mixing: Iterable[str], run: Callable[[
         for hook in hooks:
             hook.remove()
     if len(entering) != len(layers) or not all(map(torch.equal, leaving, entering[1:])):
-        raise _refusal(module, "the model computes something between its layers")
+        raise _refusal(module, "the model does not pass the output of each layer unchanged to the next layer")
     if len(set(embeddings)) > 1:
-        raise _refusal(module, f"only some of the model's layers need {', '.join(sorted({*embeddings} - {''}))}")
+        raise _refusal(
+            module,
+            "pipeline stages need all layers to get the input of the first layer in the same argument, but only some of "
+            f"the model's layers have the argument {', '.join(sorted({*embeddings} - {''}))}",
+        )
     return LayerTrace(name, logits, entering, leaving, sizes, embeddings[0])
 
 
@@ -111,7 +117,7 @@ def _layers_of(module: PreTrainedModel, mixing: Iterable[str]) -> tuple[str, tor
             continue
         if all(each.startswith(f"{name}.") for each in mixing):
             return name, child
-    raise _refusal(module, "the model's layers are not in a single list")
+    raise _refusal(module, "the model has no single list that contains all layers with attention or a recurrence")
 
 
 def _has_tensor(value: Any) -> bool:

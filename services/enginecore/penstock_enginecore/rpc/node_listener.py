@@ -214,14 +214,17 @@ class NodeListener:
                     return report.workers_ended.reason
                 case _:
                     raise InvalidArgument(
-                        "after the first message, only answer, stacks and workers_ended are allowed", field="message"
+                        "a NodeReport after the first must have one of the fields answer, stacks, workers_ended",
+                        field="message",
                     )
         return ""
 
     def _admit(self, first: pb.NodeReport | None) -> int:
         """Check the first message of a node, and return the node's index. Raises an error if the node cannot attach."""
         if first is None or first.WhichOneof("message") != "attach":
-            raise InvalidArgument("the first message must be attach", field="attach")
+            raise InvalidArgument(
+                "the first message of NodeSession must be a NodeReport with the field attach", field="attach"
+            )
         attach, size = first.attach, self._config.executor.nodes.size
         if self._over is not None:
             raise Unavailable("the engine has ended", reason="ENGINE_DEAD")

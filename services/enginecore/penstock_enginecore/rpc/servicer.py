@@ -112,7 +112,10 @@ class EngineCoreServicer(service_pb2_grpc.EngineCoreServiceServicer):
             case "start_dp_wave":
                 busy_loop.group_changed(wave_from_proto(message.start_dp_wave, StartDpWave, ""))
             case "hello":
-                raise InvalidArgument("hello was sent twice; it must be only the first message", field="hello")
+                raise InvalidArgument(
+                    "the session has a second SessionRequest with the field hello; only the first may have this field",
+                    field="hello",
+                )
             case _:
                 raise InvalidArgument(
                     "the message is empty: set one of add, abort, utility, tensor_chunk", field="message"
@@ -173,7 +176,9 @@ def _features(message: pb.EngineCoreRequest, session: FrontendSession) -> list[M
 async def _hello(requests: AsyncIterator[pb.SessionRequest]) -> pb.Hello:
     message = await first_message(requests, "hello")
     if message is None or message.WhichOneof("message") != "hello":
-        raise InvalidArgument("the first message of a session must be hello", field="hello")
+        raise InvalidArgument(
+            "the first message of Session must be a SessionRequest with the field hello", field="hello"
+        )
     hello = message.hello
     if hello.protocol_revision < OLDEST_REVISION:
         raise InvalidArgument(

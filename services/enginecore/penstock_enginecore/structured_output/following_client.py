@@ -394,7 +394,7 @@ class GrammarFollower:
         if ready.suspects:
             logger.warning(
                 "the process that computes grammar masks ended unexpectedly and was replaced",
-                extra={"costly": ready.costly},
+                extra={"exceeded_cpu_time_limit": ready.costly},
             )
         for grammar in list(self._living.values()):
             if grammar.failure is None and not grammar.terminated:

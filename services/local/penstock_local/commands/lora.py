@@ -68,8 +68,8 @@ def adapter_folder(path: str, *, of: str) -> str:
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise ConfigError(
-            f"{of}: directory {path} does not exist; an adapter is a local directory in PEFT's format, so download an "
-            "adapter of a hub first: hf download ORG/NAME --local-dir DIR"
+            f"{of}: directory {path} does not exist; an adapter must be a local directory in PEFT's format. To download an "
+            "adapter from the Hugging Face hub to DIR, run: hf download ORG/NAME --local-dir DIR"
         )
     if not (folder / "adapter_config.json").is_file():
         model = (folder / "config.json").is_file()

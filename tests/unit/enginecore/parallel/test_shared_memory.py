@@ -94,7 +94,7 @@ def test_other_numbers_and_memory_are_refused() -> None:
     memory = collectives.create(2)
     with pytest.raises(ValueError, match=r"descriptor \d+ has \d+ bytes, but 3 ranks need \d+"):
         SharedMemoryCollectives(memory, 0, 3)
-    with pytest.raises(TypeError, match=r"needs a contiguous tensor of .*; got torch\.float64"):
+    with pytest.raises(TypeError, match=r"dtype .*; the tensor has dtype torch\.float64, and is contiguous"):
         SharedMemoryCollectives(memory, 0, 2).all_reduce(torch.zeros(2, dtype=torch.float64))
     os.close(memory)
 

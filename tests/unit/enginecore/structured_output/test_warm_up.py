@@ -168,7 +168,7 @@ def test_an_engine_whose_processes_do_not_start_says_so_and_serves(caplog: pytes
     with caplog.at_level(logging.ERROR):
         engine.warm_up()
     [record] = caplog.records
-    assert "preparing structured outputs failed" in record.message
+    assert "cannot prepare structured outputs" in record.message
     assert "did not start (exit code 1)" in caplog.text
 
 

@@ -108,7 +108,8 @@ def check(config: EngineCoreConfig) -> None:
         )
     if nodes.index == 0:
         raise ConfigError(
-            f"executor.nodes.index is 0, the index of the engine's node; give each other node an index from 1 to {nodes.size - 1}"
+            f"executor.nodes.index is 0, which is the index of the engine's node; give every node except the engine's node a "
+            f"different index from 1 to {nodes.size - 1}"
         )
     if not nodes.leader:
         raise ConfigError(

@@ -196,9 +196,14 @@ class _Stream:
                 if self._leases.released(self._lease_id):
                     self._source.wake()
             case "open":
-                raise InvalidArgument("open was sent twice; it must be only the first message", field="open")
+                raise InvalidArgument(
+                    "the stream has a second PullRequest with the field open; only the first may have this field",
+                    field="open",
+                )
             case _:
-                raise InvalidArgument("the message is empty: set one of fetch, ack, release", field="message")
+                raise InvalidArgument(
+                    "the PullRequest is empty; it must have one of the fields fetch, ack, release", field="message"
+                )
 
     def _take_fetch(self, fetch: pb.Fetch) -> None:
         if not 1 <= len(fetch.hashes) <= MAX_HASHES:
@@ -317,7 +322,7 @@ def _opening(first: pb.PullRequest | None, source: PullSource) -> pb.Open:
     another engine process.
     """
     if first is None or first.WhichOneof("message") != "open":
-        raise InvalidArgument("the first message must be open", field="open")
+        raise InvalidArgument("the first message of Pull must be a PullRequest with the field open", field="open")
     opening = first.open
     for field, size in (("lease_id", LEASE_ID_BYTES), ("fingerprint", len(source.fingerprint))):
         if len(value := getattr(opening, field)) != size:

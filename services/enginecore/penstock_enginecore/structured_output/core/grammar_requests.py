@@ -98,7 +98,8 @@ class GrammarIntake:
             )
         except Exception as e:
             logger.error(
-                "preparing structured outputs failed; each request with a constraint tries to prepare them again",
+                "cannot prepare structured outputs (check the tokenizer and start the grammar processes); each request with a "
+                "constraint repeats this preparation, and requests without a constraint are served",
                 exc_info=e,
             )
 
