@@ -350,8 +350,10 @@ def _settle(*modules: torch.nn.Module) -> None:
 
 
 def _dequantize(model: LoadedModel) -> None:
-    """Dequantize the quantized weights of linear layers and experts that only the fused decoder could use. Raises
-    ModelLoadError if the dequantized weights do not fit into memory.
+    """Dequantize the weights of linear layers and experts that are still quantized, because only the fused decoder
+    computes with quantized weights.
+
+    Raises ModelLoadError if the dequantized weights do not fit into memory.
     """
     try:
         num_bytes = dequantize_kept(model.module, model.dtype)
@@ -362,7 +364,8 @@ def _dequantize(model: LoadedModel) -> None:
         ) from e
     if num_bytes:
         logger.warning(
-            "dequantized the weights of linear layers and experts (only the fused decoder could use them) memory=%s",
+            "dequantized the weights of linear layers and experts, because only the fused decoder computes with quantized "
+            "weights, and the fused decoder is not used for this model memory=%s",
             in_units(num_bytes),
         )
 

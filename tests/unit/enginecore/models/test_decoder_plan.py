@@ -139,10 +139,13 @@ def test_a_setting_that_decoders_do_not_compute_is_refused_by_name(
 @pytest.mark.parametrize(
     ("architecture", "reason"),
     [
-        ("glm4", "the model rotates neighbouring elements, or applies norms after the rotation"),
-        ("hunyuan_v1_dense", "the model rotates neighbouring elements, or applies norms after the rotation"),
+        ("glm4", "rotates neighbouring elements together, or the model applies norms to queries and keys after"),
+        (
+            "hunyuan_v1_dense",
+            "rotates neighbouring elements together, or the model applies norms to queries and keys after",
+        ),
         ("ministral3", r"model\.layers\.0 scales queries by position"),
-        ("phi", "the model has norms that subtract the mean or have no weight"),
+        ("phi", "the model has norms that subtract the mean, or norms without a weight"),
     ],
 )
 def test_the_gpu_decoder_refuses_parts_without_a_kernel_by_name(architecture: str, reason: str, tmp_path: Path) -> None:

@@ -112,25 +112,39 @@ def fused_plan(probed: ProbedModel) -> ModelPlan:
     """
     plan = plan_model(probed.model.module, probed.calls)
     if plan.family.sections or UNROTATED in plan.rotary_variants:
-        raise UnsuitableError("the model's rotary positions have sections, or some layers have no rotary positions")
+        raise UnsuitableError(
+            "the model's rotary positions have sections, or some of its layers have no rotary positions; the fused decoder "
+            "supports neither"
+        )
     if plan.family.pairs or plan.family.norms_rotated:
-        raise UnsuitableError("the model rotates neighbouring elements, or applies norms after the rotation")
+        raise UnsuitableError(
+            "the model's rotary embedding rotates neighbouring elements together, or the model applies norms to queries "
+            "and keys after the rotation; the fused decoder supports neither"
+        )
     if not all(norm.is_plain for norm in plan.norms):
-        raise UnsuitableError("the model has norms that subtract the mean or have no weight")
+        raise UnsuitableError(
+            "the model has norms that subtract the mean, or norms without a weight; the fused decoder supports neither"
+        )
     if plan.own_head.bias is not None:
-        raise UnsuitableError("the model's head has a bias")
+        raise UnsuitableError("the model's output head has a bias, which the fused decoder does not support")
     for layer in plan.layers:
         attention = layer.attention
         if layer.parallel:
-            raise UnsuitableError(f"{layer.name} computes attention and MLP from the same input")
+            raise UnsuitableError(
+                f"{layer.name} computes attention and MLP from the same input, which the fused decoder does not support"
+            )
         if not isinstance(attention, AttentionPlan):
             continue
         if attention.query_scale is not None:
-            raise UnsuitableError(f"{layer.name} scales queries by position")
+            raise UnsuitableError(f"{layer.name} scales queries by position, which the fused decoder does not support")
         if attention.norms_all_heads:
-            raise UnsuitableError(f"{layer.name} applies one norm to all heads")
+            raise UnsuitableError(
+                f"{layer.name} applies one norm to all heads together, which the fused decoder does not support"
+            )
         if plan.rotary_size != attention.head_size:
-            raise UnsuitableError(f"{layer.name} applies rotary positions to only a part of each head")
+            raise UnsuitableError(
+                f"{layer.name} applies rotary positions to only a part of each head, which the fused decoder does not support"
+            )
     return plan
 
 
@@ -163,7 +177,9 @@ class FusedForward:
         head = self._plan.own_head
         self.specs = latent_specs(self._plan, probed.specs)
         if self.specs != probed.specs and probed.cache_dtype == FLOAT8:
-            raise UnsuitableError("the model's latent attention does not support an fp8 cache")
+            raise UnsuitableError(
+                "the KV cache has the dtype fp8, which the fused decoder does not support for latent attention"
+            )
         self.memory = KVArena(self.specs, probed.cache_dtype, self.device, probed.cache_scales)
         self._max_len = max(probed.model.max_len, NUM_TOKENS)
         self._kernels = kernels
@@ -500,10 +516,10 @@ def _sampling_kernels(max_rows: int, vocab: int, device: torch.device) -> "Token
 
 def _build(probed: ProbedModel, uses: KernelsConfig, lora: SlotLimits | None) -> FusedForward:
     if demands := probed.demands:
-        raise UnsuitableError(f"the model's media have {demands}")
+        raise UnsuitableError(f"for media, the model uses {demands}, which the fused decoder does not support")
     if probed.donors:
         reader, donor = next(iter(probed.donors.items()))
-        raise UnsuitableError(f"{reader} shares the keys and values of {donor}")
+        raise UnsuitableError(f"{reader} reads the keys and values of {donor}; the fused decoder does not support this")
     # Triton is imported only if there is a device for its kernels.
     try:
         from penstock_enginecore.forward.cuda.triton_kernels import TritonKernels

@@ -114,8 +114,8 @@ class StepGraphs:
         except RuntimeError as e:
             self.failure = str(e)
             logger.warning(
-                "cannot capture a step as a CUDA graph; each step that has no CUDA graph launches its kernels separately "
-                "(slower) shape=%s reason=%s",
+                "cannot capture a step of this shape as a CUDA graph; no more shapes are captured, and steps of shapes without a "
+                "graph launch each kernel separately (slower) shape=%s reason=%s",
                 shape,
                 e,
             )

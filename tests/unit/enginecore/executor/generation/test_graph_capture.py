@@ -87,7 +87,7 @@ def test_where_none_can_be_captured_it_is_tried_once(tmp_path: Path, caplog: pyt
     forward.bind(forward.memory.throwaway(16, 5))
     GraphCapture(forward, NewestTokens(CPU), forward.graph_stats).run([4, 2, 1], 1, 16, lambda: 0)
     [line] = caplog.messages
-    assert "cannot capture a step as a CUDA graph" in line
+    assert "cannot capture a step of this shape as a CUDA graph" in line
     assert "shape=StepShape(tokens=4, requests=4) reason=out of memory" in line
 
 

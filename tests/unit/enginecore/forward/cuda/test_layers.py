@@ -122,7 +122,7 @@ def test_weights_come_back_from_sleep(tmp_path: Path) -> None:
 def test_an_fp8_cache_is_left_to_the_modules(tmp_path: Path) -> None:
     save_varied_model("deepseek_v3", tmp_path)
     model = load_model(ModelConfig(path=str(tmp_path)), CPU, lambda line: None)
-    with pytest.raises(UnsuitableError, match="the model's latent attention does not support an fp8 cache"):
+    with pytest.raises(UnsuitableError, match="fp8, which the fused decoder does not support for latent attention"):
         FusedForward(probe_model(model, CPU, 16, FLOAT8), TorchKernels())
 
 

@@ -86,6 +86,6 @@ def test_layers_that_no_decoder_takes_are_dequantized_before_they_serve(
         build_forward(model, config)
     assert quantized(model) == []
     assert (
-        "dequantized the weights of linear layers and experts (only the fused decoder could use them) memory=0.1 MiB"
-        in caplog.text
+        "dequantized the weights of linear layers and experts, because only the fused decoder computes with quantized weights, "
+        "and the fused decoder is not used for this model memory=0.1 MiB" in caplog.text
     )

@@ -471,7 +471,9 @@ def _check(
     if not (query.is_contiguous() and out.is_contiguous()):
         raise ValueError("queries and outputs of attention must be contiguous")
     if query.shape[1] % keys.shape[1]:
-        raise ValueError(f"{query.shape[1]} heads are not a multiple of {keys.shape[1]} KV heads")
+        raise ValueError(
+            f"the number of query heads, {query.shape[1]}, is not a multiple of the number of KV heads, {keys.shape[1]}"
+        )
     if keys.shape[2] < MIN_BLOCK_SIZE:
         raise ValueError(
             f"Triton attention needs blocks of at least {MIN_BLOCK_SIZE} tokens, but blocks have {keys.shape[2]}"
@@ -485,4 +487,8 @@ def _check(
             )
     requests, _, heads = scratch.largest.shape
     if requests < len(group.seq_lens) or heads != query.shape[1] or scratch.sums.shape[3] != out.shape[2]:
-        raise ValueError(f"the scratch memory is too small: it has space for {requests} requests of {heads} heads")
+        raise ValueError(
+            f"the scratch memory has space for {requests} requests of {heads} heads with values of size "
+            f"{scratch.sums.shape[3]}, but the step has {len(group.seq_lens)} requests of {query.shape[1]} heads with "
+            f"values of size {out.shape[2]}"
+        )

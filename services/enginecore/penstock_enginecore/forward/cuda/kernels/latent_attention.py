@@ -312,8 +312,8 @@ def _check(query: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, group: G
         )
     if out.shape[2] > MAX_LATENT or size - out.shape[2] > MAX_ROTARY:
         raise ValueError(
-            f"a latent of {out.shape[2]} elements with {size - out.shape[2]} rotated elements is too large; at "
-            f"most {MAX_LATENT} and {MAX_ROTARY} are supported"
+            f"each token has a latent of {out.shape[2]} elements and {size - out.shape[2]} rotated elements; the limits are "
+            f"{MAX_LATENT} elements of the latent and {MAX_ROTARY} rotated elements"
         )
     if not (query.is_contiguous() and out.is_contiguous() and cache[0].is_contiguous()):
         raise ValueError("queries, outputs and blocks of the cache of attention must be contiguous")
@@ -327,7 +327,10 @@ def _check(query: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, group: G
         )
     requests, pieces, of_heads = scratch.largest.shape
     if requests < len(group.seq_lens) or (pieces, of_heads) != (latent_pieces(heads), heads):
-        raise ValueError(f"the scratch memory is too small: it has space for {requests} requests of {of_heads} heads")
+        raise ValueError(
+            f"the scratch memory has space for {requests} requests of {of_heads} heads, but the step has "
+            f"{len(group.seq_lens)} requests of {heads} heads"
+        )
 
 
 @triton.jit

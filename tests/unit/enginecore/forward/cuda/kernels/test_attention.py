@@ -219,9 +219,9 @@ def test_unaligned_sizes_are_refused() -> None:
     ("change", "message"),
     [
         ("query", "contiguous"),
-        ("scratch", "the scratch memory is too small"),
+        ("scratch", "space for 1 requests of 2 heads with values of size 16, but the step has 1 requests of 4 heads"),
         ("blocks", "blocks of at least 16 tokens, but blocks have 8"),
-        ("heads", "4 heads are not a multiple of 3 KV heads"),
+        ("heads", "the number of query heads, 4, is not a multiple of the number of KV heads, 3"),
     ],
 )
 def test_shapes_that_the_kernels_do_not_take_are_refused(change: str, message: str) -> None:

@@ -161,12 +161,15 @@ def test_what_tiles_depend_on_is_the_same_for_any_number_of_rows() -> None:
     ("change", "message"),
     [
         ("query", "contiguous"),
-        ("scratch", "the scratch memory is too small: it has space for 1 requests of 2 heads"),
+        ("scratch", "space for 1 requests of 2 heads, but the step has 1 requests of 4 heads"),
         ("blocks", "blocks of at least 16 tokens, but blocks have 8"),
         ("heads", r"cache \[3, 2, 16, 24\]"),
         ("out", r"output \[1, 4, 24\]"),
         ("apart", "must be multiples of 16"),
-        ("wide", "a latent of 544 elements with 32 rotated elements is too large; at most 512 and 64 are supported"),
+        (
+            "wide",
+            "a latent of 544 elements and 32 rotated elements; the limits are 512 elements of the latent and 64 rotated",
+        ),
     ],
 )
 def test_shapes_that_the_kernel_does_not_take_are_refused(change: str, message: str) -> None:
