@@ -170,7 +170,9 @@ def _tensors(folder: Path, file: Path) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _files(folder: Path, config: ModelConfig, *, pooling: bool) -> dict[str, str]:
-    """Return hashes of the files other than weights that affect the computation."""
+    """Return a hash of the model's Python code, under the key "code", and a hash of the settings of pooling, under the
+    key "pooling". A key is missing if its files do not affect the computation, or if there are no such files.
+    """
     patterns = {"code": ("*.py",) if config.trust_remote_code else (), "pooling": _POOLING_FILES if pooling else ()}
     return {
         key: _digest(*(part for file in files for part in (file.name.encode(), read_input(file))))

@@ -96,7 +96,7 @@ def report_from_proto(message: pb.RankReport, rank: str) -> RankReport:
 
 
 def pool_group_to_proto(group: PoolGroup) -> pb.GroupView:
-    """Return the message for a group in a view."""
+    """Return the message that describes a group in a cluster view."""
     view, members = group.view, group.view.group.members
     routed = [members.index(rank) for rank in view.routed]
     message = to_message(view, pb.GroupView, group=group_to_proto(view.group), routed_ranks=routed)
@@ -105,7 +105,9 @@ def pool_group_to_proto(group: PoolGroup) -> pb.GroupView:
 
 
 def pool_group_from_proto(message: pb.GroupView) -> PoolGroup:
-    """Return a group in a view. Routed ranks that are not members of the group are dropped."""
+    """Return the group that ``message``, a part of a cluster view, describes. An index in ``routed_ranks`` is ignored
+    if no member of the group has this index.
+    """
     group = group_from_proto(message.group)
     routed = tuple(group.members[rank] for rank in message.routed_ranks if rank < len(group.members))
     pauses = pauses_from_proto(message.pauses)

@@ -282,7 +282,11 @@ def pooling_params_to_proto(params: PoolingParams) -> pooling_pb2.PoolingParams:
 
 
 def fill_kv(message: pb.EngineCoreOutput, output: EngineCoreOutput) -> None:
-    """Write into the message which engine keeps the request's KV blocks, and the data of a plugin's connector."""
+    """Copy two fields of ``output`` into ``message``: ``kv_source`` and ``kv_params``.
+
+    The field ``kv_source`` names the engine that keeps the request's KV blocks. The field ``kv_params`` has data of a
+    plugin's KV connector.
+    """
     if output.kv_source is not None:
         message.kv_source.CopyFrom(to_message(output.kv_source, kv_pb2.KvSource))
     message.kv_transfer_params = output.kv_params

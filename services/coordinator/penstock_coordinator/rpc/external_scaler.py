@@ -16,7 +16,8 @@ from penstock_coordinator.autoscaling import ScalingSignals, Targets, load_with_
 from penstock_coordinator.cluster import Clock
 from penstock_coordinator.config import ScalingConfig
 
-# The code below parses the metadata of a ScaledObject's trigger, which select a pool and its targets.
+# The code below parses the metadata of a trigger of a KEDA ScaledObject. The metadata name a pool of engines, and give
+# the load and the KV cache usage to which KEDA scales the pool.
 
 _NUMBERS: dict[str, tuple[float, float]] = {
     "targetLoad": (0.01, 100.0),
@@ -24,13 +25,13 @@ _NUMBERS: dict[str, tuple[float, float]] = {
     "slots": (1, 65_536),
     "idleSeconds": (0, 86_400),
 }
-"""Minimum and maximum of the value of each numeric key of the metadata. KEDA sends all values as text."""
+"""Minimum and maximum of the value of each metadata key whose value is a number. KEDA sends all values as text."""
 _KNOWN = ("pool", *_NUMBERS)
 _OF_KEDA = frozenset({"scalerAddress", "enableTLS", "unsafeSsl"})
 
 
 class ScalerMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """Pool of a ScaledObject, and the targets of the pool."""
+    """Pool that a ScaledObject scales, and the load to which KEDA scales the pool."""
 
     pool: str
     targets: Targets
@@ -39,7 +40,8 @@ class ScalerMetadata(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def scaler_metadata(texts: Mapping[str, str], defaults: ScalingConfig) -> ScalerMetadata:
-    """Parse the metadata. The coordinator's configuration has the defaults of missing values.
+    """Parse ``texts``, the metadata of a trigger. If a key is missing, its value comes from the coordinator's
+    configuration ``defaults``.
 
     Raises InvalidArgument for an invalid value or a misspelled key. Other unknown keys are ignored, because KEDA uses
     them.

@@ -31,12 +31,19 @@ def register_backend(name: str, factory: Callable[[], AttentionBackend]) -> None
 def create_backend(
     name: str, device: torch.device, kernels: Callable[[AttentionBackend], AttentionBackend] | None = None
 ) -> AttentionBackend:
-    """Return the backend with the name ``name``. Raises ConfigError if the name is unknown or the backend does not
-    support ``device``.
+    """Return the attention backend for the setting ``name``.
 
-    "auto" selects the fastest backend for ``device``. If ``kernels`` is given, "auto" returns ``kernels(other)``. The
-    backend ``other`` computes the layers that the kernels do not support. For "triton", the result is the backend for
-    layers that Triton kernels do not compute.
+    Args:
+        name: Name of a registered backend, or "auto" for the fastest backend. For "triton", the function returns the
+            backend that computes the layers without a Triton kernel. The module ``forward.cuda.attention`` adds the
+            Triton kernels.
+        device: Device that computes attention.
+        kernels: Function that adds native kernels to a backend, or None. If ``name`` is "auto", the function gets the
+            CPU backend, and ``create_backend`` returns its result. The CPU backend then computes the layers that the
+            native kernels do not support. For other names, ``kernels`` is not used.
+
+    Raises:
+        ConfigError: The name is unknown, or the backend does not support ``device``.
     """
     if name == "auto" and kernels is not None:
         return kernels(CPUAttention())

@@ -194,8 +194,12 @@ class ExpertShare:
 
 
 def _in_slots(name: str, tensor: StoredTensor, held: Sequence[int]) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of a tensor of experts that belong to the ``held`` experts, with the names of the parts in the
-    model with fewer experts.
+    """Select the weights of the experts ``held`` from a tensor of the checkpoint. Yield names and tensors for a model
+    that has only these experts.
+
+    The number ``held[i]`` is the expert in slot i. If the tensor has one row for each expert, the yielded tensor has
+    the same name and only the rows of the held experts. If the tensor belongs to one expert, the tensor is yielded for
+    each slot of this expert. The name then has the number of the slot instead of the number of the expert.
     """
     single = _ONE_EXPERT.fullmatch(name)
     if single is None:

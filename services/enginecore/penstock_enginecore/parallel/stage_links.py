@@ -208,13 +208,13 @@ class StageLinks:
         self._send_states(states)
 
     def send_tokens(self, token_ids: Sequence[int]) -> None:
-        """Start to send the tokens that a step has sampled to the first stage."""
+        """Start to send ``token_ids``, the tokens that this stage has sampled in a step, to the first stage."""
         self._owed &= ~_Owed.TOKENS
         self._send_tokens(token_ids)
 
     def tokens(self) -> "StageTokens":
-        """Start to receive the step's sampled tokens, int32 ``[1, tokens]``. The result's ``wait`` raises
-        StageFailedError if a stage has failed.
+        """Start to receive the tokens that the last stage samples in this step, int32 ``[1, tokens]``. If a stage has
+        failed, the method ``wait`` of the returned object raises StageFailedError.
         """
         self._owed &= ~_Owed.TOKENS
         _, max_seqs, _, _ = self._opened()

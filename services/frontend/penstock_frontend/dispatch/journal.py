@@ -32,7 +32,12 @@ class EngineFaultError(Exception):
 
 
 class Call:
-    """State shared by the sequences of one call. ``taker`` received the call's last handed-over sequence."""
+    """State shared by the sequences of one call.
+
+    Attributes:
+        taker: Key of the engine that last received a sequence of the call in a planned handoff, in which an engine
+            passes a running sequence to another engine. Empty before the first handoff.
+    """
 
     __slots__ = ("taker",)
 

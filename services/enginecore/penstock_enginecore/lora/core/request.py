@@ -56,8 +56,8 @@ class PartlyLoadedError(Exception):
 
     Attributes:
         error: The error of the load.
-        digests: Digests of adapters that some workers loaded. The caller must free the adapters that were not loaded
-            before.
+        digests: Digests of the adapters that some workers loaded in this load. The caller must unload each of these
+            adapters, except adapters that an earlier load had already loaded.
     """
 
     def __init__(self, error: Exception, digests: frozenset[bytes]) -> None:

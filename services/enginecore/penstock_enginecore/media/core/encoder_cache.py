@@ -8,7 +8,8 @@ from penstock_enginecore.core.scheduler.base import Scheduler
 from penstock_enginecore.core.utility import utility
 from penstock_enginecore.media.core.receiver_cache import MediaInputs
 
-# The record is a state machine without I/O. Its inputs are claims and pins of requests, and its outputs are evictions.
+# ``EncoderCache`` is a state machine without I/O. With ``claim`` and ``pin``, callers name the media items that
+# requests need. ``room_for`` returns the items that callers must evict before they add a new item.
 
 
 @dataclass(slots=True)

@@ -397,7 +397,9 @@ def _required(views: list[Schema]) -> set[str]:
     return {name for each in given if isinstance(each, list) for name in each if isinstance(name, str)}
 
 
-# Keywords that a value can fulfil in several ways, and keywords that depend on a property.
+# The code below handles two kinds of JSON schema keywords. A value can fulfil keywords of the first kind in several
+# ways, for example ``anyOf``. Keywords of the second kind apply only if an object has a certain property, for example
+# ``dependentRequired``.
 
 MAX_ONE_OF = 128
 """Maximum number of branches of a ``oneOf``. The limit exists because all pairs of branches are compared."""
@@ -409,8 +411,8 @@ Way = list[Part]
 
 
 class Ways(NamedTuple):
-    """Ways to fulfil ``keyword`` of one fact. ``ours`` is true if this package generated some of the ways. No value may
-    exist for a generated way.
+    """Ways to fulfil ``keyword`` of one fact. ``ours`` is true if this package, and not the client's schema, defines
+    some of the ways. It is possible that no value fulfils such a way.
     """
 
     keyword: str

@@ -25,8 +25,8 @@ class TextBlock(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag
 
 
 class ThinkingBlock(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="thinking"):
-    """Block of a message with reasoning of the model. ``signature`` contains the reasoning if the client asks to omit
-    reasoning. Otherwise ``signature`` is empty.
+    """Block of an answer with reasoning of the model. If the client has asked the server to omit reasoning,
+    ``thinking`` is empty, and ``signature`` contains the encoded reasoning. Otherwise ``signature`` is empty.
     """
 
     thinking: str
@@ -312,8 +312,8 @@ class SourceBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BlockBody(msgspec.Struct, frozen=True, kw_only=True):
-    """A block of a message's content in the request. If the block omits its reasoning, ``signature`` contains the
-    reasoning.
+    """A block of a message's content in the request. If an earlier answer omitted its reasoning, as the client had
+    asked, ``thinking`` is empty, and ``signature`` contains the encoded reasoning.
     """
 
     type: str

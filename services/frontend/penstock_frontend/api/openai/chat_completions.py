@@ -106,8 +106,10 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """One answer (choice) of a call. ``stop_reason`` (the stop string or token id) and ``token_ids`` are fields of
-    vLLM.
+    """One answer (choice) of a call.
+
+    OpenAI's API does not have ``stop_reason`` (the stop string or token id that ended the answer) and ``token_ids``.
+    These fields are from vLLM's API.
     """
 
     index: int
@@ -256,7 +258,9 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
 
 
 class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
-    """Complete answer of ``/v1/chat/completions``. ``prompt_logprobs`` and ``prompt_token_ids`` are fields of vLLM."""
+    """Complete answer of ``/v1/chat/completions``. ``prompt_logprobs`` and ``prompt_token_ids`` are fields of vLLM's
+    API.
+    """
 
     id: str
     object: str = "chat.completion"

@@ -49,8 +49,10 @@ from penstock_frontend.processing.prompts.infill import infill_prompt
 
 
 class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """Output of one sequence, or a piece of it. ``stop_reason`` (the stop string or token id) and the fields after it
-    are extensions of vLLM.
+    """Output of one sequence, or a piece of this output in a stream.
+
+    OpenAI's API does not have ``stop_reason`` (the stop string or token id that ended the output) and the fields after
+    ``stop_reason``. These fields are from vLLM's API.
     """
 
     index: int

@@ -101,9 +101,12 @@ class IncrementalDetokenizer:
         return new
 
     def _split_pending(self, text: str) -> str:
-        """Return the text of the first tokens of the window, because later tokens cannot change this text.
+        """Split the window before one of its last four tokens. Drop the tokens before the split, and return their new
+        text.
 
-        Because this text is released early, a long sequence of tokens that cannot be decoded needs only bounded memory.
+        The place of the split must not change the text of the window, so that later tokens cannot change the returned
+        text. Return an empty text if there is no such place. The split limits the memory for a long sequence of tokens
+        that cannot be decoded.
         """
         for end in range(len(self._window) - 1, len(self._window) - 5, -1):
             front = self._decode(self._window[:end])

@@ -224,7 +224,7 @@ class JoinedPrompt(NamedTuple):
     features: Sequence[MultiModalFeature] = ()
 
     def last(self, count: int) -> "JoinedPrompt":
-        """Return the last ``count`` positions of the prompt, which must have no media."""
+        """Return a prompt with only the last ``count`` positions of this prompt. This prompt must not have media."""
         return JoinedPrompt(self.token_ids[-count:], self.embeds.last(count) if self.embeds is not None else None)
 
 

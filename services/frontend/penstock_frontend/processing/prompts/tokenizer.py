@@ -18,8 +18,8 @@ from penstock_common import files
 from penstock_common.errors import ConfigError, Unimplemented
 from penstock_frontend.config import ModelConfig
 
-# The code below decodes byte-level vocabularies (GPT-2, Llama 3, Qwen). In such a vocabulary, a token stands for the
-# same bytes next to any other token.
+# The code below decodes byte-level vocabularies (GPT-2, Llama 3, Qwen). In such a vocabulary, the bytes of a token do
+# not depend on the tokens before and after it.
 
 _Decode = Callable[[Sequence[int]], str]
 
@@ -31,7 +31,7 @@ class OddTokenError(Exception):
 class ByteLevelDecoder:
     """Fast decoder for byte-level vocabularies.
 
-    For short inputs, it needs a fifth of the time of the decoder in the ``tokenizers`` library.
+    For short inputs, this decoder needs a fifth of the time that the decoder of the ``tokenizers`` library needs.
 
     The decoder looks up the bytes of each token once, and compares them with the library's text of the token.
     """
