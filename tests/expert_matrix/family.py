@@ -77,7 +77,7 @@ def changes(family: str) -> dict[str, int]:
     name = next((name for name in names if getattr(config, name, None)), None)
     if name is None:
         return {}
-    top = next(name for name in ("moe_k", "moe_topk", "num_experts_per_tok") if hasattr(config, name))
+    top = next(name for name in ("moe_k", "moe_topk", "num_experts_per_tok", "top_k_experts") if hasattr(config, name))
     sizes = (
         {"qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16} if hasattr(config, "kv_lora_rank") else {}
     )

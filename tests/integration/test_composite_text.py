@@ -17,6 +17,8 @@ from tests.fakes.multimodal_models import make_image
 
 COUNT = 8
 PROMPT_LENGTHS = (1, 7, 34)
+IN_ONE_CALL = ("gemma4", "gemma4_moe", "gemma4_unified")
+"""Composites whose text model one kernel call per step must compute."""
 TEXT_ALONE = {"enabled": False}
 """Setting of the engine's section ``multimodal``."""
 
@@ -41,6 +43,8 @@ def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
         cache={"block_size": 16, "num_blocks": 128},
         scheduler={"max_num_batched_tokens": 7},
     )
+    [info] = engine.executor.collective_rpc("worker_info")
+    assert "(decoder" in info["computing"] or name not in IN_ONE_CALL
     wanted = SamplingParams(temperature=0.0, max_tokens=COUNT)
     for turn in ("first", "again"):
         requests = [(f"{turn}{index}", prompt, wanted) for index, prompt in enumerate(prompts())]

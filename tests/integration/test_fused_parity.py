@@ -161,12 +161,16 @@ def test_a_wrong_plan_is_not_served_and_the_log_names_the_layer(
     engine.shutdown()
 
 
+@pytest.mark.parametrize(
+    ("architecture", "reason"),
+    [("olmo2", "applies one norm to all heads"), ("gemma4", "multiplies its output by a factor")],
+)
 def test_a_family_that_is_not_known_is_served_by_its_modules_and_the_log_says_why(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    architecture: str, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    expected = expected_tokens("olmo2", tmp_path)
+    expected = expected_tokens(architecture, tmp_path)
     with caplog.at_level(logging.INFO):
         engine = build_engine(tmp_path)
-    assert "; fused decoder not used: model.layers.0 applies one norm to all heads" in caplog.text
+    assert f"; fused decoder not used: model.layers.0 {reason}" in caplog.text
     assert greedy(engine)[0] == expected
     engine.shutdown()

@@ -18,6 +18,7 @@ from tests.integration.test_native_parity import CACHE, computing, expected_toke
         ("llama", save_tiny_model),
         ("qwen3", save_narrow_model),
         ("gemma2", save_tiny_model),
+        ("gemma4_moe", save_narrow_model),
         ("mixtral", save_narrow_model),
     ],
 )

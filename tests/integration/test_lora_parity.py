@@ -21,6 +21,7 @@ NATIVE = (
     "gemma",
     "gemma2",
     "gemma3",
+    "gemma4",
     "glm4",
     "granite",
     "lfm2",

@@ -36,7 +36,9 @@ HELIUM = {"helium": {"head_dim": 16}}
 """Changes of model types whose tiny configuration has a head size that the kernels do not support."""
 LATENT_DECODERS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 """Model types with latent attention. With LoRA adapters, modules compute them."""
-DECODERS = tuple(name for name in ARCHITECTURES if class_name(name) in FAMILIES)
+SHARED_KEYS = {"gemma4_shared"}
+"""Model types of the decoder's families that modules compute, because layers share keys."""
+DECODERS = tuple(name for name in ARCHITECTURES if class_name(name) in FAMILIES and name not in SHARED_KEYS)
 """Model types that the CPU kernels' decoder computes."""
 DECODER_KINDS = (
     "exaone4",
@@ -213,6 +215,19 @@ def test_unsupported_layers_run_by_modules_and_the_log_gives_the_reason(
     expected = expected_tokens(save_tiny_model("llama", tmp_path, hidden_size=64, **changes))
     with caplog.at_level(logging.INFO):
         engine = build_engine(tmp_path, cache=cache)
+    assert f"; decoder not used: {reason}" in caplog.text
+    assert greedy(engine) == expected
+    engine.shutdown()
+
+
+def test_layers_that_share_keys_run_by_modules_and_the_log_names_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.set_num_threads(1)
+    expected = expected_tokens(save_tiny_model("gemma4_shared", tmp_path, hidden_size=64))
+    with caplog.at_level(logging.INFO):
+        engine = build_engine(tmp_path, cache=CACHE)
+    reason = "model.layers.3.self_attn shares the keys and values of model.layers.2.self_attn"
     assert f"; decoder not used: {reason}" in caplog.text
     assert greedy(engine) == expected
     engine.shutdown()
@@ -480,6 +495,7 @@ def test_inputs_are_not_rounded_where_that_changes_too_much(
         ("qwen3", "amx"),
         ("gemma2", "auto"),
         ("gemma3", "floats"),
+        ("gemma4_moe", "auto"),
         ("mixtral", "auto"),
         ("mixtral", "amx"),
         ("qwen2_moe", "auto"),
@@ -524,7 +540,7 @@ def test_logits_do_not_depend_on_the_batch_the_chunks_or_prefix_hits(
     assert all(len(set(rows)) == 1 for rows in seen.values())
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "gemma3", "olmo2", "phi", "qwen3_moe", "qwen2_moe"])
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma3", "gemma4_moe", "olmo2", "phi", "qwen3_moe", "qwen2_moe"])
 def test_the_last_layer_computes_only_needed_tokens_bit_for_bit(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -127,7 +127,8 @@ bool sees(const AnyRows& rows, int64_t row, int64_t segment) {
 }
 
 // If there are few tasks, makes each segment of a task a separate task. Segments before the first visible key also become tasks,
-// because the plan serves several layers, whose masks differ.
+// because the plan serves several layers, whose masks differ. A plan with `key_ends` also serves layers without, whose keys end
+// earlier.
 inline void split_over_keys(const Attention& a, AttentionPlan& plan) {
   std::vector<AttentionTask> tasks;
   for (AttentionTask& task : plan.tasks) {
@@ -269,7 +270,7 @@ inline void put_out(const Attention& a, const Rows& rows, const Sums& sums) {
 }
 
 // Number of floats for the sums of a row in memory: total, peak and output.
-inline int64_t part_width(const Attention& a) { return a.value_size + 2 * kLanes; }
+inline int64_t part_width(int64_t value_size) { return value_size + 2 * kLanes; }
 
 inline void store_part(const Attention& a, const Sums& sums, int64_t row, float* to) {
   store(to, sums.total[row]);
@@ -292,7 +293,7 @@ template <class Tiles, class AnyRows>
 void attend_by(const Attention& a, const AttentionTask& task, const AnyRows& rows, const Buffer& parts) {
   Scratch& s = attention_scratch();
   const Span segments = rows.segments();
-  if (task.segment != kAllSegments && task.segment < segments.from) return;
+  if (task.segment != kAllSegments && (task.segment < segments.from || task.segment >= segments.to)) return;
   for (int64_t row = 0; row < rows.count; ++row) {
     std::memcpy(s.query[row], rows.query(a, row), a.head_size * sizeof(float));
     Tiles::take_query(s, row, a.head_size);

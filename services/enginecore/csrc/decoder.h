@@ -1,6 +1,7 @@
 // Forward pass of a decoder as one program of the thread pool (see pool.h). A layer consists of norm, attention with rotary
 // embedding, residual addition, norm, MLP or mixture of experts, and residual addition. Some models also apply norms or factors to
-// the outputs of attention and MLP before the additions. In some models, attention and MLP of a layer have the same input.
+// the outputs of attention and MLP before the additions. In some models, attention and MLP of a layer have the same input. Layers
+// of some models have both an MLP and a mixture of experts.
 #pragma once
 
 #include <algorithm>
@@ -13,6 +14,7 @@
 #include "exchange.h"
 #include "gemm.h"
 #include "latent_layer.h"
+#include "layer_plans.h"
 #include "lora.h"
 #include "mixing.h"
 #include "pool.h"
@@ -24,7 +26,8 @@ namespace penstock {
 class Decoder {
  public:
   Decoder(const Model& model, Pool& pool)
-      : pool_(pool), model_(model), layers_(model.layers, model.layers + model.num_layers), recurrent_(layers_), latents_(layers_) {
+      : pool_(pool), model_(model), layers_(model.layers, model.layers + model.num_layers), plans_(layers_), recurrent_(layers_),
+        latents_(layers_) {
     model_.layers = layers_.data();
     const auto look = [this](const Linear& linear) {
       if (splits(linear)) parts_width_ = std::max(parts_width_, row_width(linear));
@@ -34,11 +37,10 @@ class Decoder {
       for (const Linear* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down, &layer.mixture.router}) look(*linear);
       if (layer.latent.num_heads > 0) look(layer.latent.up);
       mixes_ = mixes_ || layer.mixture.num_experts > 0;
-      qkv_width_ = std::max(qkv_width_, layer.qkv.n);
+      qkv_width_ = std::max(qkv_width_, layer.qkv.n + (layer.keys_as_values ? layer.num_kv_heads * layer.head_size : 0));
       heads_width_ = std::max(heads_width_, layer.output.k);
-      changes_ = changes_ || after_attention(layer).changes() || after_mlp(layer).changes();
+      changes_ = changes_ || has_both(layer) || after_attention(layer).changes() || after_mlp(layer).changes();
     }
-    while (layers_[attending_].recurrence.kind != kNoRecurrence) ++attending_;
     look(model_.head);
     look(model_.fusion.fc);
     if (mixes_) mixing_.measure(layers_);
@@ -101,18 +103,17 @@ class Decoder {
     if (parts_width_ > 0) parts_.resize(std::max(tokens, step.num_rows), parts_width_);
     if (fuses()) both_.resize(tokens, 2 * m.hidden);
     num_fused_ = m.fusion.state_norm != nullptr && step.own_states ? 0 : tokens;
-    plan_attention(attention(attending_), pool_.threads(), plans_[kAll]);  // all layers except the last use this plan
-    plans_[kLast] = plans_[kAll];
-    if (few) leave_out(plans_[kLast]);
-    segments_.resize(plans_[kAll].num_parts, part_width(attention(attending_)));
+    const auto plannable = [this](size_t layer) {
+      Attention of_layer = attention(layer);
+      of_layer.key_ends = step_.key_ends;  // layers with and without `key_ends` share plans
+      return of_layer;
+    };
+    plans_.plan(step, plannable, pool_.threads(), few);
+    segments_.resize(plans_.num_parts(), plans_.width());
     adapted_[kAll].assign(step.segments, step.segments + step.num_segments);
     take_segments(step.segments, step.num_segments, step.rows, step.num_rows, adapted_[kHead]);
     adapted_[kLast] = few ? adapted_[kHead] : adapted_[kAll];
     for (int part : {kAll, kLast, kHead}) plan_adapters(part, std::max(tokens, step.num_rows));
-    for (int part : {kAll, kLast}) {
-      num_attentions_[part] = static_cast<int64_t>(plans_[part].tasks.size());
-      num_merges_[part] = static_cast<int64_t>(plans_[part].merges.size());
-    }
   }
 
   // Plans the computation of LoRA adapters for the set `part` of tokens, which has at most `rows` rows.
@@ -127,11 +128,12 @@ class Decoder {
   const Group& group(size_t layer) const { return step_.groups[step_.layer_groups[layer]]; }
 
   Attention attention(size_t layer) const {
-    const Model& m = model_;
+    const Layer& l = layers_[layer];
+    const int64_t* ends = step_.windowed_ends != 0 && l.params.window == 0 ? nullptr : step_.key_ends;
     const Attention of_heads{step_.num_requests, step_.query_start, step_.seq_lens, group(layer),
-                             step_.caches[layer], layers_[layer].params, m.num_heads, m.num_kv_heads, m.head_size, m.head_size,
-                             qkv_.data(), qkv_.stride(), attended_.data(), attended_.stride(), step_.key_ends};
-    return layers_[layer].latent.num_heads > 0 ? latents_.attention(layers_[layer].latent, of_heads) : of_heads;
+                             step_.caches[layer], l.params, l.num_heads, l.num_kv_heads, l.head_size, l.head_size,
+                             qkv_.data(), qkv_.stride(), attended_.data(), attended_.stride(), ends};
+    return l.latent.num_heads > 0 ? latents_.attention(l.latent, of_heads) : of_heads;
   }
 
   void run(Cursor& cursor) {
@@ -172,6 +174,7 @@ class Decoder {
 
   bool fuses() const { return model_.fusion.fc.n > 0; }
   bool gates() const { return model_.activation == kSiluGate || model_.activation == kGeluGate; }
+  static bool has_both(const Layer& layer) { return layer.gate_up.n > 0 && layer.mixture.num_experts > 0; }
 
   // Computes the input of the first layer in an EAGLE head (see `Fusion` in model.h).
   bool fuse(Cursor& cursor) {
@@ -231,7 +234,7 @@ class Decoder {
     return add(cursor, part_of(index), after_mlp(layers_[index]), [this]() -> const float* { return step_.mlp_output; });
   }
 
-  // Adds the rows of `from` to the hidden states, after the change `after`.
+  // Adds the rows of `from` to the hidden states, with the changes `after`.
   template <class From>
   bool add(Cursor& cursor, int part, const Change& after, const From& from) {
     return each_token(cursor, part, [&](int64_t t) { add_row(states_[part] + t * model_.hidden, from() + t * model_.hidden, after); });
@@ -239,19 +242,6 @@ class Decoder {
 
   void add_row(float* to, const float* from, const Change& after) const {
     add_changed(to, from, model_.hidden, after, model_.centers != 0, model_.eps);
-  }
-
-  // Removes attention tasks all of whose tokens need no logits, because the last layer does not need their outputs.
-  void leave_out(AttentionPlan& plan) {
-    wanted_before_.assign(step_.num_tokens + 1, 0);
-    for (int64_t i = 0; i < step_.num_rows; ++i) wanted_before_[step_.rows[i] + 1] = 1;
-    for (int64_t t = 0; t < step_.num_tokens; ++t) wanted_before_[t + 1] += wanted_before_[t];
-    const auto idle = [this](const AttentionTask& task) {
-      const int64_t from = step_.query_start[task.request] + task.first;
-      return wanted_before_[from] == wanted_before_[from + task.count];
-    };
-    std::erase_if(plan.tasks, idle);
-    std::erase_if(plan.merges, idle);
   }
 
   // Copies the data of the tokens whose logits are needed. After its attention, the last layer computes only these tokens, except
@@ -290,11 +280,11 @@ class Decoder {
     else std::memcpy(out, state, model_.hidden * sizeof(float));
   }
 
-  // Writes the inputs of a layer's MLP as input rows of the MLP's first product, which uses `linear`. In a parallel layer, the
-  // inputs are already in `normed_`.
-  bool norm_mlp(Cursor& cursor, int part, const Layer& layer, const Linear& linear) {
+  // Writes the inputs of a layer's MLP as input rows of the MLP's first product, which uses `linear`. `weight` is the norm of the
+  // inputs. In a parallel layer, the inputs are already in `normed_`.
+  bool norm_mlp(Cursor& cursor, int part, const Layer& layer, const float* weight, const Linear& linear) {
     if (layer.parallel) return split(cursor, part, [this]() -> const Buffer& { return normed_; }, linear);
-    return each_token(cursor, part, [&](int64_t t) { norm_row(part, t, layer.mlp_norm, linear); });
+    return each_token(cursor, part, [&](int64_t t) { norm_row(part, t, weight, linear); });
   }
 
   void norm_row(int part, int64_t token, const float* weight, const Linear& linear) {
@@ -406,9 +396,9 @@ class Decoder {
   // Runs the attention tasks of a layer with the function `task_of`.
   template <class TaskOf>
   bool attend_all(Cursor& cursor, size_t index, const TaskOf& task_of) {
-    const int part = part_of(index);
-    return cursor(num_attentions_[part], [&](int64_t task) { task_of(attention(index), plans_[part].tasks[task], segments_); }) &&
-           cursor(num_merges_[part], [&](int64_t task) { merge_segments(attention(index), plans_[part].merges[task], segments_); });
+    const LayerPlans::Shared& shared = plans_.of(index);
+    return cursor(shared.num_attentions, [&](int64_t task) { task_of(attention(index), shared.plan.tasks[task], segments_); }) &&
+           cursor(shared.num_merges, [&](int64_t task) { merge_segments(attention(index), shared.plan.merges[task], segments_); });
   }
 
   // Computes the outputs of a layer's attention heads.
@@ -417,8 +407,8 @@ class Decoder {
     if (!some_tokens(cursor, kAll, [&](int64_t first, int64_t end) { keep(index, first, end); })) return false;
     if (!attend_all(cursor, index, attend)) return false;
     return !l.gated || each_token(cursor, kAll, [&](int64_t t) {
-      const int64_t n = model_.num_heads * model_.head_size;
-      multiply_logistic(attended_.row(t), qkv_.row(t) + n + 2 * model_.num_kv_heads * model_.head_size, n);
+      const int64_t n = l.num_heads * l.head_size;
+      multiply_logistic(attended_.row(t), qkv_.row(t) + n + 2 * l.num_kv_heads * l.head_size, n);
     });
   }
 
@@ -456,12 +446,13 @@ class Decoder {
 
   bool mlp(Cursor& cursor, size_t index) {
     const Layer& l = layers_[index];
-    if (l.mixture.num_experts > 0) return mix(cursor, index);
+    if (l.gate_up.n == 0) return mix(cursor, index);
     const int part = part_of(index);
+    const Change after = has_both(l) ? Change{.norm = l.mixture.norms.mlp_out} : after_mlp(l);
     const auto normed = [this]() -> const Buffer& { return normed_; };
     const auto gated = [this]() -> const Buffer& { return gated_; };
-    const Epilogue gate = !gates() ? Epilogue::kStore : model_.activation == kGeluGate ? Epilogue::kGelu : Epilogue::kSilu;
-    if (!norm_mlp(cursor, part, l, l.gate_up)) return false;
+    const Epilogue gate = gates() ? gate_epilogue(model_.activation) : Epilogue::kStore;
+    if (!norm_mlp(cursor, part, l, l.mlp_norm, l.gate_up)) return false;
     const bool rounded = rounds(l.down) && gates();  // whether the previous product's output is bfloat16
     if (!shrink(cursor, part, normed, kPlaces * index + kGateUp)) return false;
     if (!product(cursor, part, normed, l.gate_up,
@@ -472,28 +463,37 @@ class Decoder {
       return false;
     if (!rounded && !split(cursor, part, gated, l.down)) return false;
     if (!shrink(cursor, part, gated, kPlaces * index + kDown, rounded)) return false;
-    if (!product(cursor, part, gated, l.down, [&] { return residual(part, l.down, after_mlp(l)); }, kPlaces * index + kDown, !rounded))
+    if (!product(cursor, part, gated, l.down, [&] { return residual(part, l.down, after); }, kPlaces * index + kDown, !rounded))
       return false;
-    return settle(cursor, 2 * index + 1, part, after_mlp(l));
+    if (!has_both(l)) return settle(cursor, 2 * index + 1, part, after);
+    return add_up(cursor, 2 * index + 1, part, after) && mix(cursor, index);
   }
 
   // Computes a mixture of experts: routes tokens to experts, and computes each token's weighted sum of its experts' outputs, in the
-  // order that the router returns.
+  // order that the router returns. If the layer also has an MLP, `added_` has the output of the MLP.
   bool mix(Cursor& cursor, size_t index) {
     const Layer& l = layers_[index];
     const Mixture& mixture = l.mixture;
     const int part = part_of(index);
     const auto normed = [this]() -> const Buffer& { return normed_; };
-    if (!norm_mlp(cursor, part, l, mixture.router)) return false;
+    if (!norm_mlp(cursor, part, l, has_both(l) ? mixture.norms.router : l.mlp_norm, mixture.router)) return false;
     if (!product(cursor, part, normed, mixture.router, [&] { return mixing_.router_output(mixture); }, kNone)) return false;
     if (!each_token(cursor, part, [&](int64_t t) { mixing_.route(mixture, t); })) return false;
     if (!cursor(1, [&](int64_t) { mixing_.plan(mixture, index, counts_[part]); })) return false;
+    if (has_both(l) && !each_token(cursor, part, [&](int64_t t) { norm_state(part, t, mixture.norms.experts, normed_.row(t)); }))
+      return false;
     if (!cursor(mixing_.num_copies(index), [&](int64_t task) { mixing_.copy(mixture, task, normed_); })) return false;
     if (!cursor(mixing_.num_products(index, 0), [&](int64_t task) { mixing_.gate(mixture, task); })) return false;
     if (!cursor(mixing_.num_splits(index), [&](int64_t task) { mixing_.split_gated(mixture, task); })) return false;
     if (!cursor(mixing_.num_products(index, 1), [&](int64_t task) { mixing_.down(mixture, task); })) return false;
     return each_token(cursor, part, [&](int64_t t) {
       const float* sum = mixing_.weighted_sum(mixture, t, model_.hidden);
+      if (has_both(l)) {
+        float* both = added_.data() + t * model_.hidden;
+        apply_norm(both, mixture.norms.mlp_out, both, model_.hidden);
+        add_row(both, sum, {.norm = mixture.norms.experts_out});
+        sum = both;
+      }
       add_row(states_[part] + t * model_.hidden, sum, after_mlp(l));
     });
   }
@@ -509,43 +509,47 @@ class Decoder {
     });
   }
 
-  // Applies norms and rotary positions to the queries and keys of the tokens first..end, and writes the keys and values of these
-  // tokens into the KV cache.
+  // Applies norms and rotary positions to the queries, keys and values of the tokens first..end, and writes the keys and values of
+  // these tokens into the KV cache.
   void keep(size_t index, int64_t first, int64_t end) {
     const Model& m = model_;
     const Layer& l = layers_[index];
+    const int64_t size = l.head_size, num_keys = l.num_kv_heads * size;
+    const int64_t keys = l.num_heads * size, values = keys + num_keys;
+    const Rotary& rotary = step_.rotaries[l.rotary];
     for (int64_t token = first; token < end; ++token) {
       float* x = qkv_.row(token);
-      const Rotary& rotary = step_.rotaries[l.rotary];
-      const int64_t at = step_.positions[token] * m.rotary_size;
+      const int64_t at = step_.positions[token] * rotary.size;
       const float *cosines = rotary.cosines + at, *sines = rotary.sines + at;
+      if (l.keys_as_values) std::memcpy(x + values, x + keys, num_keys * sizeof(float));
+      if (l.norms_values)
+        for (int64_t from = values; from < values + num_keys; from += size) rms_norm(x + from, nullptr, x + from, size, m.eps);
       if (!m.norms_rotated) norm_heads(l, x);
-      for (int64_t head = 0; head < m.num_heads + m.num_kv_heads; ++head)
-        (m.pairs ? rotate_pairs : rotate)(x + head * m.head_size, cosines, sines, m.rotary_size);
+      for (int64_t head = 0; head < l.num_heads + l.num_kv_heads; ++head)
+        (m.pairs ? rotate_pairs : rotate)(x + head * size, cosines, sines, rotary.size);
       if (m.norms_rotated) norm_heads(l, x);
       if (rotary.query_scales != nullptr) {
         const float scale = rotary.query_scales[step_.positions[token]];
-        for (int64_t i = 0; i < m.num_heads * m.head_size; ++i) x[i] *= scale;
+        for (int64_t i = 0; i < l.num_heads * size; ++i) x[i] *= scale;
       }
     }
-    const int64_t keys = m.num_heads * m.head_size, values = keys + m.num_kv_heads * m.head_size;
-    write_tokens({step_.num_tokens, group(index).slots, step_.caches[index], m.num_kv_heads, m.head_size, m.head_size,
-                  qkv_.data() + keys, qkv_.stride(), qkv_.data() + values, qkv_.stride()},
+    write_tokens({step_.num_tokens, group(index).slots, step_.caches[index], l.num_kv_heads, size, size, qkv_.data() + keys,
+                  qkv_.stride(), qkv_.data() + values, qkv_.stride()},
                  first, end);
   }
 
   // Applies a layer's norms to the queries and keys in `x`, a row of the product `qkv`.
   void norm_heads(const Layer& l, float* x) const {
-    const Model& m = model_;
-    if (m.norms_all_heads) {
-      float* keys = x + m.num_heads * m.head_size;
-      apply_norm(x, l.query_norm, x, m.num_heads * m.head_size);
-      apply_norm(keys, l.key_norm, keys, m.num_kv_heads * m.head_size);
+    const int64_t size = l.head_size;
+    if (model_.norms_all_heads) {
+      float* keys = x + l.num_heads * size;
+      apply_norm(x, l.query_norm, x, l.num_heads * size);
+      apply_norm(keys, l.key_norm, keys, l.num_kv_heads * size);
       return;
     }
-    for (int64_t head = 0; head < m.num_heads + m.num_kv_heads; ++head) {
-      const float* weight = head < m.num_heads ? l.query_norm : l.key_norm;
-      if (weight != nullptr) apply_norm(x + head * m.head_size, weight, x + head * m.head_size, m.head_size);
+    for (int64_t head = 0; head < l.num_heads + l.num_kv_heads; ++head) {
+      const float* weight = head < l.num_heads ? l.query_norm : l.key_norm;
+      if (weight != nullptr) apply_norm(x + head * size, weight, x + head * size, size);
     }
   }
 
@@ -575,7 +579,9 @@ class Decoder {
   enum { kAll, kLast, kHead }; // sets of tokens: all; those that the last layer computes after its attention; those with logits
   enum : int64_t { kQkv, kOutput, kGateUp, kDown, kPlaces, kNone = -1 };  // indices of an adapter's updates in a layer
   static constexpr int kHeadPhases = 4;
-  static constexpr int kPhases = 31;      // maximum per layer, including sums over ranks, adapters and splitting of inputs
+  static constexpr int kPhases = 37;      // maximum per layer, including sums over ranks, adapters and splitting of inputs
+  static constexpr int kMaxLayers = 800;  // forward/native_layers.py checks this
+  static_assert(kPhases * kMaxLayers + 4 + kHeadPhases <= Pool::kMaxPhases);
   static constexpr int64_t kRowTask = 4;  // number of tokens of a task that processes tokens one by one
   static constexpr int64_t kManyTokens = 256;
   Pool& pool_;
@@ -583,10 +589,11 @@ class Decoder {
   const Pool::Job head_job_{[](void* self, Cursor& cursor) { static_cast<Decoder*>(self)->logits(cursor); }, this};
   Model model_;
   std::vector<Layer> layers_;
+  LayerPlans plans_;
   Step step_{};
   Count first_, last_layer_, num_embedded_, num_fused_;  // first and last layer of this call, and numbers of tokens
   Count num_deep_;                 // number of tokens to which deepstack embeddings are added after the last layer
-  Count counts_[2], num_attentions_[2], num_merges_[2], num_rows_, num_gathered_, num_shrinkings_[3];
+  Count counts_[2], num_rows_, num_gathered_, num_shrinkings_[3];
   float* states_[2] = {};          // hidden states
   const Buffer* heads_[2] = {};    // outputs of the attention heads, for kAll and kLast
   bool gathered_ = false;          // whether the last layer computes fewer tokens than the other layers
@@ -598,15 +605,12 @@ class Decoder {
   Mixing mixing_;
   Recurrent recurrent_;
   Latents latents_;
-  size_t attending_ = 0;           // index of the first layer with attention
   int64_t qkv_width_ = 0, heads_width_ = 0;  // maximum over all layers
   std::vector<float> added_;       // outputs before the norm and the residual addition
   std::vector<float> last_;        // hidden states of the tokens with logits; `kept_` has their heads' outputs
   Buffer kept_;
-  AttentionPlan plans_[2];
   Buffer both_;                    // embeddings and hidden states of an EAGLE head's tokens, side by side
   Buffer segments_;                // attention's sums of separate segments
-  std::vector<int64_t> wanted_before_;
   std::vector<Segment> adapted_[3];  // segments of rows with adapters, by set of tokens
   Shrinking shrinkings_[3];
   Buffer shrunk_;                  // small sums (see lora.h) of the rows of one product

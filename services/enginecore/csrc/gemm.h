@@ -29,6 +29,9 @@ namespace penstock {
 
 enum class Epilogue { kStore, kAdd, kSilu, kGelu };
 
+// Returns the epilogue that computes a gate with the activation kSiluGate or kGeluGate.
+inline Epilogue gate_epilogue(int64_t activation) { return activation == kGeluGate ? Epilogue::kGelu : Epilogue::kSilu; }
+
 // Where a product writes its sums, and the operation on the sums (epilogue). kStore: out = sum + bias. kAdd: out += sum + bias.
 // kSilu: each panel has a vector of gate features and a vector of up features, and out = silu(gate) * up. kGelu: the same with
 // gelu. If `rounded` is true, the output is stored as bfloat16, in the input format of the next product. `low_rank` has the LoRA

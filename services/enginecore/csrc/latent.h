@@ -264,7 +264,7 @@ template <class Tiles, class AnyRows>
 void attend_latents_by(const Attention& a, const AttentionTask& task, const AnyRows& rows, const Buffer& parts) {
   LatentScratch& s = latent_scratch();
   const Span segments = rows.segments();
-  if (task.segment != kAllSegments && task.segment < segments.from) return;
+  if (task.segment != kAllSegments && (task.segment < segments.from || task.segment >= segments.to)) return;
   for (int64_t row = 0; row < rows.count; ++row) Tiles::take_query(s, row, rows.query(a, row), a.head_size);
   if (task.segment != kAllSegments) {
     attend_latent_segment<Tiles>(a, task, rows, task.segment, s);

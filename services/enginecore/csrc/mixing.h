@@ -52,6 +52,8 @@ class Mixing {
   void route(const Mixture& mixture, int64_t token) {
     const int64_t at = token * mixture.top;
     route_row(logits_.row(token), mixture.num_experts, mixture.top, mixture.normalize != 0, &experts_[at], &weights_[at]);
+    if (mixture.scales == nullptr) return;
+    for (int64_t place = at; place < at + mixture.top; ++place) weights_[place] *= mixture.scales[experts_[place]];
   }
 
   // Assigns a row to each pair (token, expert), and divides the experts' products into tasks.
@@ -99,7 +101,7 @@ class Mixing {
   void gate(const Mixture& mixture, int64_t index) {
     const Task& task = tasks_[0][index];
     const Linear& linear = mixture.gate_up[task.expert];
-    multiply(task, linear, inputs_, {gated_.row(task.first), gated_.stride(), nullptr, linear.n, Epilogue::kSilu});
+    multiply(task, linear, inputs_, {gated_.row(task.first), gated_.stride(), nullptr, linear.n, gate_epilogue(mixture.activation)});
   }
 
   void split_gated(const Mixture& mixture, int64_t task) {

@@ -63,8 +63,9 @@ struct Segment {
 
 // Grouped matrix product: each group of rows is multiplied by a different weight. The rows from `ends[g - 1]` to `ends[g] - 1` are
 // multiplied by `linears[g]`. All weights have the same `n`, `k`, `kind` and `parts`. `from` [rows] has, for each row, the index of
-// the row of `x` that contains its inputs. `from` is null if the rows of `x` are in the order of the groups. If `silu` is not 0,
-// groups of kLanes rows of gate and of up alternate in the weights, there are no biases, and `out` is silu(gate) * up.
+// the row of `x` that contains its inputs. `from` is null if the rows of `x` are in the order of the groups. If `gated` is not 0,
+// groups of kLanes rows of gate and of up alternate in the weights, there are no biases, and `out` is the `activation` of gate,
+// kSiluGate or kGeluGate, multiplied by up.
 struct Grouped {
   int64_t num_groups;
   const Linear* linears;
@@ -74,7 +75,8 @@ struct Grouped {
   int64_t stride;
   float* out;
   int64_t out_stride;
-  int64_t silu;
+  int64_t gated;
+  int64_t activation;
 };
 
 // KV cache of a layer: keys and values of `num_slots` slots, with strides of `key_stride` and `value_stride` elements. The elements
@@ -185,13 +187,27 @@ struct Scan {
 // absolute error of at most 1e-7 times the input.
 enum Activation : int64_t { kSiluGate, kGeluGate, kSquaredRelu, kRelu, kGelu, kExactGelu };
 
-// Mixture of experts of a layer. In `gate_up` of the experts, groups of kLanes rows of gate and of up alternate. A token uses the
-// `top` experts with the largest logits of `router`. The weights of these experts are the softmax over all experts, divided by the
-// sum of the weights if `normalize` is not 0. If `num_experts` is 0, the layer has no mixture.
+// Norms of a layer with a mixture of experts beside its MLP. MLP, router and experts read the same hidden states. `router` and
+// `experts` are the norms of the inputs of router and experts. `mlp_out` and `experts_out` are applied to the outputs of MLP and
+// experts before these outputs are added to each other.
+struct BesideNorms {
+  const float* router;
+  const float* experts;
+  const float* mlp_out;
+  const float* experts_out;
+};
+
+// Mixture of experts of a layer. In `gate_up` of the experts, groups of kLanes rows of gate and of up alternate. `activation` is
+// kSiluGate or kGeluGate. A token uses the `top` experts with the largest logits of `router`. The weights of these experts are the
+// softmax over all experts, divided by the sum of the weights if `normalize` is not 0, and multiplied by `scales` [experts] if
+// `scales` is not null. If `num_experts` is 0, the layer has no mixture. `norms` are null if the layer has no MLP.
 struct Mixture {
   int64_t num_experts;
   int64_t top;
   int64_t normalize;
+  int64_t activation;
+  const float* scales;
+  BesideNorms norms;
   Linear router;
   const Linear* gate_up;  // [experts]
   const Linear* down;     // [experts]
@@ -260,11 +276,15 @@ struct Latent {
 // Decoder layer. In `gate_up`, groups of kLanes rows of gate and of up alternate. `attention_out_norm` and `mlp_out_norm` are
 // applied to the outputs of attention and MLP before these outputs are added to the hidden states. Norms that the model does not
 // have are null. `rotary` is the index of the layer's rotary embedding among the `rotaries` of the step. If a layer has neither
-// `gate_up` nor experts, its MLP is computed outside the kernels. If `gated` is not 0, output rows of `qkv` end with a gate, and
-// the heads' outputs are multiplied by the logistic function of this gate. A recurrent layer has no attention. If `alone` is not 0,
-// the layer has no MLP. If `parallel` is not 0, the input of `mlp_norm` is the layer's input, and not the sum of this input and the
-// output of attention. The outputs of attention and MLP are multiplied by `attention_factor` and `mlp_factor` before these outputs
-// are added to the hidden states. An output with a norm has the factor 1.
+// `gate_up` nor experts, its MLP is computed outside the kernels. If the layer has both, the outputs of MLP and experts are added
+// to each other (see BesideNorms). If `gated` is not 0, output rows of `qkv` end with a gate, and the heads' outputs are multiplied
+// by the logistic function of this gate. If `norms_values` is not 0, values are normed without a weight. If `keys_as_values` is not
+// 0, `qkv` has no rows for values, and the values are the keys before their norm and rotation. A recurrent layer and a layer with
+// latent attention have no such heads, and their numbers and sizes of heads are 0. If `alone` is not 0, the layer has no MLP. If
+// `parallel` is not 0, the input of `mlp_norm` is the layer's input, and not the sum of this input and the output of attention. The
+// outputs of attention and MLP are multiplied by `attention_factor` and `mlp_factor` before these outputs are added to the hidden
+// states. An output with a norm has the factor 1. After the addition of the MLP's output, the hidden states are multiplied by
+// `scale`.
 struct Layer {
   const float* input_norm;
   const float* attention_out_norm;
@@ -278,12 +298,18 @@ struct Layer {
   Linear down;
   Mixture mixture;
   Params params;
+  int64_t num_heads;
+  int64_t num_kv_heads;
+  int64_t head_size;
   int64_t rotary;
   int64_t gated;
+  int64_t norms_values;
+  int64_t keys_as_values;
   int64_t alone;
   int64_t parallel;
   float attention_factor;
   float mlp_factor;
+  float scale;
   Recurrence recurrence;
   Latent latent;
 };
@@ -311,18 +337,14 @@ struct Fusion {
 
 // Decoder model, or the part of it that one process computes. With several tensor-parallel ranks, each rank has a part of the
 // heads, intermediate features and vocabulary. A pipeline stage has some of the layers, and only the last stage has a head. The
-// first `rotary_size` elements of an attention head are rotated. The norms of queries and keys are applied to each head, or to all
-// heads together if `norms_all_heads` is not 0. These norms are applied after the rotation if `norms_rotated` is not 0. If `pairs` is
-// not 0, elements 2i and 2i + 1 are rotated together, and not an element of the first half with an element of the second half. If
-// `logit_softcap` is 0, logits are not capped. `final_norm` is null if the model has no final norm. If `centers` is not 0, all norms
-// subtract the mean, and the memory of a norm of `n` elements has first its weights [n] and then its biases [n].
+// norms of queries and keys are applied to each head, or to all heads together if `norms_all_heads` is not 0. These norms are applied
+// after the rotation if `norms_rotated` is not 0. If `pairs` is not 0, elements 2i and 2i + 1 are rotated together, and not an
+// element of the first half with an element of the second half. If `logit_softcap` is 0, logits are not capped. `final_norm` is null
+// if the model has no final norm. If `centers` is not 0, all norms subtract the mean, and the memory of a norm of `n` elements has
+// first its weights [n] and then its biases [n]. Norms of values never subtract the mean.
 struct Model {
   int64_t num_layers;
   int64_t hidden;
-  int64_t num_heads;
-  int64_t num_kv_heads;
-  int64_t head_size;
-  int64_t rotary_size;
   int64_t intermediate;
   int64_t activation;
   int64_t norms_all_heads;
@@ -346,12 +368,13 @@ struct Group {
   int64_t block_size;
 };
 
-// Rotary embedding: `cosines` and `sines` are [positions, rotary size]. Queries are multiplied by `query_scales` [positions], which
-// is null if the layers with this rotary embedding do not scale queries by position.
+// Rotary embedding of the first `size` elements of each head: `cosines` and `sines` are [positions, size]. Queries are multiplied by
+// `query_scales` [positions], which is null if the layers with this rotary embedding do not scale queries by position.
 struct Rotary {
   const float* cosines;
   const float* sines;
   const float* query_scales;
+  int64_t size;
 };
 
 // Forward pass of a step, in one or more calls.
@@ -370,8 +393,8 @@ struct Rotary {
 // EAGLE head (see Fusion) gets as second input. If `own_states` is not 0, the head itself has computed these hidden states, and
 // they are [tokens, hidden]. `segments` are the ranges of tokens with LoRA adapters, in order. `key_ends` [tokens] has, for each
 // token, the end of the positions to which its query attends. An end is after the token's own position, and within a request ends
-// never decrease. If `key_ends` is null, attention is causal. `deepstack` [num_deepstack, tokens, hidden] is added to the outputs
-// of the first layers. `recurrent` and `memories` [layers] describe the states of recurrent layers and their memory, or are null.
+// never decrease. If `key_ends` is null, attention is causal. If `windowed_ends` is not 0, attention is also causal in layers
+// without a sliding window. `deepstack` [num_deepstack, tokens, hidden] is added to the outputs of the first layers. `recurrent` and `memories` [layers] describe the states of recurrent layers and their memory, or are null.
 // Only the pointers and `length` of a memory are used.
 struct Step {
   int64_t num_tokens;
@@ -405,6 +428,7 @@ struct Step {
   const float* states;
   int64_t own_states;
   const int64_t* key_ends;
+  int64_t windowed_ends;
   int64_t num_deepstack;
   const float* deepstack;
   const StateStep* recurrent;

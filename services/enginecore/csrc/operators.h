@@ -143,7 +143,7 @@ class Operators {
     pool_.prepare(2);
     attention_ = attention, attend_task_ = task;
     plan_attention(attention_, pool_.threads(), plan_);
-    parts_.resize(plan_.num_parts, part_width(attention_));
+    parts_.resize(plan_.num_parts, part_width(attention_.value_size));
     num_tasks_ = static_cast<int64_t>(plan_.tasks.size());
     num_merges_ = static_cast<int64_t>(plan_.merges.size());
     pool_.run(attend_job_);
@@ -212,7 +212,7 @@ class Operators {
       const Blocks blocks(grouped_.ends[group] - first, linear.n);
       const float* x = gathers() ? padded_.row(first) : grouped_.x + first * grouped_.stride;
       const Output output{grouped_.out + first * grouped_.out_stride, grouped_.out_stride, linear.bias, linear.n,
-                          grouped_.silu ? Epilogue::kSilu : Epilogue::kStore};
+                          grouped_.gated ? gate_epilogue(grouped_.activation) : Epilogue::kStore};
       Product(x, gathers() ? padded_.stride() : grouped_.stride, linear, output, blocks)(part);
     });
   }

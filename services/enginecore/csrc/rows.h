@@ -19,8 +19,13 @@ inline float rms_scale(const float* x, int64_t n, float eps) {
   return 1.0f / std::sqrt(total / static_cast<float>(n) + eps);
 }
 
+// Applies a norm to `x`. `weight` is null for a norm without weights.
 inline void rms_norm(const float* x, const float* weight, float* out, int64_t n, float eps) {
   const float scale = rms_scale(x, n, eps);
+  if (weight == nullptr) {
+    for (int64_t i = 0; i < n; ++i) out[i] = x[i] * scale;
+    return;
+  }
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) store(out + i, load(weight + i) * (load(x + i) * splat(scale)));
   for (; i < n; ++i) out[i] = weight[i] * (x[i] * scale);

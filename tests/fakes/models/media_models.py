@@ -117,9 +117,13 @@ WITHOUT_DECODER = ("gemma4",)
 """Families that no decoder with kernels computes: layers share keys and values, and read embeddings of token ids."""
 
 
-def make(family: str) -> tuple[LoadedModel, Any]:
-    """Return the model to serve, in float32, and the same model with transformers' own attention."""
+def make(family: str, **changes: Any) -> tuple[LoadedModel, Any]:
+    """Return the model to serve, in float32, and the same model with transformers' own attention. ``changes`` are
+    changes of its configuration.
+    """
     of = _families()[family]
+    of.config.update(changes)
+    max_len = of.config.max_position_embeddings
     attention_hook.register()
     torch.manual_seed(0)
     twin = of.model._from_config(copy.deepcopy(of.config), attn_implementation="eager").eval()
@@ -127,9 +131,9 @@ def make(family: str) -> tuple[LoadedModel, Any]:
     for parameter in twin.parameters():  # give norms and biases different values
         parameter.data.add_(torch.randn_like(parameter) * 0.05)
     module.load_state_dict(twin.state_dict())
-    prepare_decoder(module, MAX_LEN, torch.device("cpu"))
+    prepare_decoder(module, max_len, torch.device("cpu"))
     encoder: Any = of.encoder
-    return LoadedModel(module, torch.float32, torch.float32, MAX_LEN, VOCAB, frozenset(), encoder=encoder), twin
+    return LoadedModel(module, torch.float32, torch.float32, max_len, VOCAB, frozenset(), encoder=encoder), twin
 
 
 def spans_masks(twin: Any, embedded: torch.Tensor, groups: torch.Tensor, *, windowed: bool) -> Any:

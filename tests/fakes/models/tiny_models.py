@@ -58,6 +58,17 @@ _MLA = {
     **_ALL_HEADS,
 }
 _GEMMA2 = {**_HEAD, **_WINDOW, **_UNTIED, "query_pre_attn_scalar": 16}
+_GEMMA4 = {
+    "model_type": "gemma4_text",
+    **_HEAD,
+    **_WINDOW,
+    **_UNTIED,
+    "hidden_size_per_layer_input": 0,
+    "attention_k_eq_v": True,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "final_logit_softcapping": 30.0,
+}
 
 _SHARED_KEYS = {
     **_HEAD,
@@ -104,6 +115,14 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "hidden_size_per_layer_input": 8,
         "vocab_size_per_layer_input": VOCAB_SIZE,
         "use_double_wide_mlp": True,
+    },
+    "gemma4": _GEMMA4,
+    "gemma4_moe": {
+        **_GEMMA4,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 32,
     },
     "glm": {**_HEAD},
     "glm4": {**_HEAD},
@@ -300,12 +319,14 @@ _RECURRENT: dict[str, dict[str, Any]] = {
 _LONG_MEMORY = ("bailing_hybrid", "falcon_mamba", "jamba", "kimi_linear", "mamba")
 _TIME_STEPS = ("dt_bias", "dt_proj.bias")
 """Biases of time steps. With larger biases, states of ``_LONG_MEMORY`` would decay to nothing within a span."""
+_SCALED = ("gemma4", "gemma4_moe")
+"""Model types with several norms and factors of the same size, which would be interchangeable if all were 1."""
 WITHOUT_ATTENTION = ("falcon_mamba", "mamba", "mamba2")
 """Model types without attention layers."""
 RECURRENT_ARCHITECTURES = tuple(_RECURRENT)
 """Model types whose layers have recurrent states, whose tokens the recurrent parity tests compare."""
 ARCHITECTURES = tuple(_FAMILIES)
-"""Model types for the parity tests. Except ``gemma3``, the names are those of transformers."""
+"""Model types for the parity tests. Most names are those of transformers."""
 
 
 def class_name(architecture: str) -> str | None:
@@ -337,10 +358,15 @@ def save_tiny_model(architecture: str, directory: Path, *, seed: int = 0, **chan
                 parameter.normal_(-3.0, 1.0)
             elif name.endswith("bias"):
                 parameter.normal_(0.0, 0.1)
+            elif architecture in _SCALED and parameter.dim() == 1:
+                parameter.uniform_(0.5, 1.5)
             elif (
                 parameter.dim() == 2 and not parameter.any()
             ):  # otherwise the router would send all tokens to the same experts
                 parameter.normal_(0.0, config.initializer_range)
+        for name, buffer in model.named_buffers():
+            if architecture in _SCALED and name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.0)
     model.save_pretrained(directory)
     return model
 

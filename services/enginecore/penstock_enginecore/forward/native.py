@@ -252,6 +252,9 @@ class NativeForward(KernelDecoder):
         *,
         adapts: bool = False,
     ) -> None:
+        if probed.donors:
+            reader, donor = next(iter(probed.donors.items()))
+            raise UnsuitableError(f"{reader} shares the keys and values of {donor}")
         module = probed.model.module
         plan = (plan_hybrid if probed.states else plan_model)(module, probed.calls)
         reason = unsuitable_part(probed.model, plan, part)

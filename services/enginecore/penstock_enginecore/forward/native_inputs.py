@@ -102,10 +102,13 @@ class StepRotaries:
     @classmethod
     def of(cls, turns: Sequence[Turns], positions: IntArray) -> "StepRotaries":
         """Return the rotary embeddings, with structs that point to the tensors of ``turns``."""
-        structs = (Rotary * len(turns))(
-            *(Rotary(*(None if each is None else each.data_ptr() for each in of_variant)) for of_variant in turns)
-        )
+        structs = (Rotary * len(turns))(*map(_rotary, turns))
         return cls(structs, positions, turns)
+
+
+def _rotary(turns: Turns) -> Rotary:
+    cosines, sines, scales = turns
+    return Rotary(cosines.data_ptr(), sines.data_ptr(), None if scales is None else scales.data_ptr(), cosines.shape[1])
 
 
 class Rotaries:
@@ -114,7 +117,7 @@ class Rotaries:
     Args:
         makers: Functions that return cosines, sines and factors of queries. The functions get int64 positions, and a
             tensor with the dtype and device of the hidden states.
-        size: Number of rotated elements of each head.
+        size: Sum of the numbers of rotated elements of a head over all ``makers``.
         max_len: Number of positions that the model allows.
     """
 
@@ -123,7 +126,7 @@ class Rotaries:
     ) -> None:
         self._makers = makers
         self._kept: StepRotaries | None = None
-        if 8 * size * max_len * len(makers) <= _MAX_TABLE_BYTES:
+        if 8 * size * max_len <= _MAX_TABLE_BYTES:
             self._kept = StepRotaries.of(self._make(torch.arange(max_len), torch.empty(0)), np.arange(max_len))
 
     def of(self, positions: IntArray, like: torch.Tensor) -> StepRotaries:
@@ -253,7 +256,7 @@ def give_media(step: Step, batch: ForwardBatch, num_layers: int) -> torch.Tensor
     ``batch`` is the batch of ``step``. Returns the memory of the deepstack embeddings, which must outlive the step, or
     None. Raises ValueError if the kernels would read beyond this memory.
     """
-    step.key_ends = key_ends_of(batch.attention[0])
+    step.key_ends, step.windowed_ends = key_ends_of(batch.attention[0]), batch.attention[0].windowed_ends
     if batch.deepstack is None:
         return None
     rows = batch.deepstack.float().contiguous()

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import torch
 
+from penstock_common.memory import give_back_free
 from penstock_enginecore.attention.kv_cache import KVMemory, LayerCaches
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
 from penstock_enginecore.forward.base import ForwardBatch
@@ -19,6 +20,7 @@ from penstock_enginecore.forward.modules import module_bytes
 from penstock_enginecore.forward.native_inputs import EmbeddingLookup, EmbeddingRows, Rotaries, StepRotaries, Turns
 from penstock_enginecore.models.decoder_plan import (
     AttentionPlan,
+    BesidePlan,
     ExpertsPlan,
     LatentPlan,
     LayerPlan,
@@ -31,6 +33,7 @@ from penstock_enginecore.models.errors import UnsuitableError
 from penstock_enginecore.models.loader import LoadedModel
 from penstock_enginecore.models.rope import QueryScale
 from penstock_enginecore.native.attention import (
+    MAX_HEAD_SIZE,
     TILE,
     cache_struct,
     group_struct,
@@ -39,8 +42,9 @@ from penstock_enginecore.native.attention import (
     takes_latents,
 )
 from penstock_enginecore.native.backend import PackedLayers
-from penstock_enginecore.native.experts import PackedExperts, PackedRouter
+from penstock_enginecore.native.experts import MAX_EXPERTS, PackedExperts, PackedRouter, gate_of
 from penstock_enginecore.native.ffi_structs import (
+    BesideNorms,
     Cache,
     Exchange,
     Fusion,
@@ -114,8 +118,10 @@ def _unsuitable_heads(library: NativeLibrary, plan: ModelPlan) -> str | None:
     attentions = [each.attention for each in plan.layers if isinstance(each.attention, AttentionPlan)]
     if reason := _unsuitable_recurrence(library, plan) or _unsuitable_attention(plan, attentions):
         return reason
-    if (head_size := attentions[0].head_size) % library.lanes:
-        return f"a head size of {head_size} is not a multiple of {library.lanes}"
+    if odd := [each.head_size for each in attentions if each.head_size % library.lanes]:
+        return f"a head size of {odd[0]} is not a multiple of {library.lanes}"
+    if (head_size := max(each.head_size for each in attentions)) > MAX_HEAD_SIZE:
+        return f"a head size of {head_size} is larger than {MAX_HEAD_SIZE}"
     return None
 
 
@@ -133,7 +139,7 @@ def unsuitable_part(model: LoadedModel, plan: ModelPlan, part: Part | None) -> s
         return "the model's head is split between workers"
     if any(isinstance(layer.mlp, MLPPlan) and layer.mlp.is_merged for layer in plan.layers):
         return "workers split the outputs of a linear layer that computes gate and up values"
-    if not all(layer.mlp is None or isinstance(layer.mlp, MLPPlan) for layer in plan.layers):
+    if any(layer.beside or not isinstance(layer.mlp, MLPPlan | None) for layer in plan.layers):
         return "the model's experts are split between workers"
     if any(isinstance(layer.attention, RecurrentPlan) for layer in plan.layers):
         return "the model's recurrent layers are split between workers"
@@ -155,8 +161,9 @@ def query_scales(plan: ModelPlan) -> list[set[QueryScale | None]]:
 
 
 def linears(layer: LayerPlan) -> list[Any]:
-    """Return all linear layers that ``DecoderLayers`` packs, except the linear layers of mixtures of experts."""
-    return layer.attention.linears + (layer.mlp.linears if isinstance(layer.mlp, MLPPlan) else [])
+    """Return all linear layers that ``DecoderLayers`` packs, except the linear layers of MLPs that are mixtures of experts."""
+    router = [layer.beside.router] if layer.beside else []
+    return layer.attention.linears + (layer.mlp.linears if isinstance(layer.mlp, MLPPlan) else []) + router
 
 
 def empty(linear: Any) -> None:
@@ -165,17 +172,17 @@ def empty(linear: Any) -> None:
 
 
 def _unsuitable_attention(plan: ModelPlan, attentions: Sequence[AttentionPlan]) -> str | None:
-    if len({(each.num_heads, each.num_kv_heads, each.head_size) for each in attentions}) > 1:
-        return "the model's layers have heads of different shapes"
     if any(len({linear.bias is None for linear in each.qkv}) > 1 for each in attentions):
         return "some projections of attention have a bias and others have none"
     if any(len(scales) > 1 for scales in query_scales(plan)):
         return "layers with the same rotary embedding scale queries differently"
+    if len({each.norms_all_heads for each in attentions}) > 1:
+        return "the norms of queries and keys cover all heads in some layers and one head in others"
     return None
 
 
 def _unsuitable_norms(plan: ModelPlan) -> str | None:
-    if len({norm.eps for norm in _norms_of_model(plan)}) > 1:
+    if len(_epsilons(plan)) > 1:
         return "the model's norms have different epsilons"
     if len({norm.centered for norm in plan.norms}) > 1:
         return "some of the model's norms subtract the mean, and others do not"
@@ -200,7 +207,22 @@ def _unsuitable_mlp(library: NativeLibrary, layer: LayerPlan) -> str | None:
     if (width := mlp.down.in_features) % library.lanes:
         return f"intermediate_size {width} is not a multiple of {library.lanes}"
     biased = mlp.gated and any(linear.bias is not None for linear in mlp.gate_up)
-    return "a gate has a bias" if biased else None
+    if biased:
+        return "a gate has a bias"
+    return None if layer.beside is None else _unsuitable_beside(library, layer, layer.beside)
+
+
+def _unsuitable_beside(library: NativeLibrary, layer: LayerPlan, beside: BesidePlan) -> str | None:
+    experts: Any = beside.module
+    if not PackedExperts.takes(experts):
+        return f"the kernels do not support the weights of {layer.name}.experts, a {type(experts).__name__}"
+    if gate_of(library, experts) is None:
+        return f"the kernels do not support the activation or the sizes of {layer.name}.experts"
+    if (count := len(experts.down_proj)) > MAX_EXPERTS:
+        return f"{layer.name} has {count} experts, more than {MAX_EXPERTS}"
+    if layer.parallel:
+        return f"{layer.name} has experts beside its MLP, and computes attention and MLP from the same input"
+    return None
 
 
 def _unsuitable_recurrence(library: NativeLibrary, plan: ModelPlan) -> str | None:
@@ -225,15 +247,15 @@ def _norms_of_model(plan: ModelPlan) -> list[Norm]:
     return [norm for norm in plan.norms if id(norm) not in others]
 
 
+def _epsilons(plan: ModelPlan) -> set[float]:
+    """Return the epsilons of the norms that use the model's own epsilon, also of norms of values."""
+    attentions = [each.attention for each in plan.layers if isinstance(each.attention, AttentionPlan)]
+    of_values = {each.value_eps for each in attentions if each.value_eps is not None}
+    return of_values | {norm.eps for norm in _norms_of_model(plan)}
+
+
 def _first_attention(plan: ModelPlan) -> AttentionPlan | LatentPlan:
     return next(each.attention for each in plan.layers if not isinstance(each.attention, RecurrentPlan))
-
-
-def _heads(attention: AttentionPlan | LatentPlan) -> tuple[int, int, int]:
-    """Return the numbers of query heads and key heads, and the size of a key."""
-    if isinstance(attention, LatentPlan):
-        return attention.num_heads, 1, attention.latent + attention.rotary_size
-    return attention.num_heads, attention.num_kv_heads, attention.head_size
 
 
 def _first_linears(attention: AttentionPlan | LatentPlan | RecurrentPlan) -> tuple[Any, ...]:
@@ -305,8 +327,6 @@ class DecoderLayers:
         return Model(
             len(layers),
             first.output.out_features,
-            *_heads(first),
-            plan.rotary_size,
             max((mlp.down.in_features for mlp in dense), default=0),
             (_GATE_ACTIVATIONS if dense[0].gated else _ACTIVATIONS)[dense[0].activation] if dense else 0,
             isinstance(first, AttentionPlan) and first.norms_all_heads,
@@ -326,14 +346,16 @@ class DecoderLayers:
         gate_up, down, mixture = Linear(), Linear(), Mixture()
         qkv = self._first_product(attention)
         output = self.pack(attention.output.weight, attention.output.bias)
-        how, rotary, gated, recurrence, latent = Params(), 0, False, Recurrence(), Latent()
+        how, recurrence, latent = Params(), Recurrence(), Latent()
+        heads, (rotary, *kinds) = (0, 0, 0), (0, False, False, False)
         if isinstance(attention, RecurrentPlan):
             recurrence = self._recurrence(attention)
         else:
             (how, sinks), rotary = params_struct(attention.params), attention.rotary
             self._keep.append(sinks)
         if isinstance(attention, AttentionPlan):
-            gated = attention.gated
+            heads = (attention.num_heads, attention.num_kv_heads, attention.head_size)
+            kinds = [attention.gated, attention.value_eps is not None, attention.keys_as_values]
         elif isinstance(attention, LatentPlan):
             latent = self._latent(attention)
         if isinstance(mlp, MLPPlan):
@@ -341,6 +363,8 @@ class DecoderLayers:
             down = self.pack(mlp.down.weight, mlp.down.bias)
         elif mlp is not None:
             mixture = self._mixture(index, layer)
+        if layer.beside is not None:
+            mixture = self._mixture_beside(layer.module, layer.beside)
         (before_attention, before_mlp), (attention_out, mlp_out) = layer.norms_before, layer.norms_after
         return Layer(
             *map(self.norm, (before_attention, attention_out, before_mlp, mlp_out)),
@@ -351,11 +375,13 @@ class DecoderLayers:
             down,
             mixture,
             how,
+            *heads,
             rotary,
-            gated,
+            *kinds,
             mlp is None,
             layer.parallel,
             *layer.output_scales,
+            layer.layer_scale,
             recurrence,
             latent,
         )
@@ -447,8 +473,37 @@ class DecoderLayers:
         if products is None or not isinstance(router, PackedRouter):
             self.outside[index] = mlp
             return Mixture()
+        gate_up, down = self._expert_structs(products)
+        gate = mlp.experts.gate or 0
+        how = (len(gate_up), router.top, router.normalize, gate)
+        return Mixture(*how, None, BesideNorms(), router.packed.struct, gate_up, down)
+
+    def _mixture_beside(self, module: Any, plan: BesidePlan) -> Mixture:
+        """Pack the experts that the layer ``module`` has beside its MLP, and free their original weights."""
+        module.experts = experts = PackedExperts(self._library, plan.module)
+        experts.free()
+        give_back_free()  # without this call, the C library would keep freed blocks of this size
+        self._mixture_bytes += experts.num_bytes
+        if experts.products is None:
+            raise TypeError(f"the kernels do not compute the activation of {type(plan.module).__name__}")
+        gate_up, down = self._expert_structs(experts.products)
+        norms = (self.norm(norm) for norm in (plan.norm_before, *plan.norms_after))
+        return Mixture(
+            len(gate_up),
+            plan.top_k,
+            True,
+            experts.gate or 0,
+            self._floats(plan.scales),
+            BesideNorms(self.norm(plan.router_norm, plan.router_factor), *norms),
+            self.pack(plan.router.weight, plan.router.bias),
+            gate_up,
+            down,
+        )
+
+    def _expert_structs(self, products: Sequence[Sequence[PackedWeight]]) -> tuple[Any, Any]:
+        """Return arrays with the structs of the experts' packed weights: gate and up, and down."""
         gate_up, down = (self._kept((Linear * len(each))(*(weight.struct for weight in each))) for each in products)
-        return Mixture(len(gate_up), router.top, router.normalize, router.packed.struct, gate_up, down)
+        return gate_up, down
 
     def pack(self, weight: Any, bias: Any) -> Linear:
         """Pack the weight and bias of a matrix product. Returns a struct for the kernels that points to the packed
@@ -551,7 +606,7 @@ class KernelDecoder:
             partial(_turns, slim, variant, next(iter(scales), None))
             for variant, scales in zip(plan.rotary_variants, query_scales(plan), strict=True)
         ]
-        self._rotaries = Rotaries(makers, self._model.rotary_size, max_len)
+        self._rotaries = Rotaries(makers, sum(map(plan.rotary_size, range(len(makers)))), max_len)
 
     @property
     def input_factor(self) -> float:

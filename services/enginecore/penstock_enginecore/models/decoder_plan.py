@@ -73,6 +73,9 @@ class AttentionPlan:
         gated: Whether the query projection has, for each head, first the rows of the query and then the rows of a gate.
             The head's output is multiplied by the logistic function of the gate.
         query_scale: Scaling of queries by position, or None.
+        value_eps: Epsilon of an RMSNorm without weights that is applied to values, or None.
+        keys_as_values: Whether ``qkv`` has no projection to values. The values are then the keys before their norm and
+            rotation.
     """
 
     qkv: tuple[Linear, ...]
@@ -85,6 +88,8 @@ class AttentionPlan:
     params: AttentionParams
     gated: bool = False
     query_scale: QueryScale | None = None
+    value_eps: float | None = None
+    keys_as_values: bool = False
 
     @property
     def linears(self) -> list[Linear]:
@@ -293,15 +298,50 @@ class OtherMixture:
 
 
 @dataclass(frozen=True, slots=True)
+class BesidePlan:
+    """Mixture of experts that a layer has beside its MLP, as in Gemma 4. MLP, router and experts read the same hidden
+    states, each after a separate norm. The layer adds the normed outputs of MLP and experts, and continues with the norm
+    after the MLP.
+
+    The weights of a token's experts are the probabilities of the ``top_k`` most likely experts, scaled to sum to 1, and
+    then multiplied by ``scales``.
+
+    Attributes:
+        module: Module of the experts.
+        router: Linear layer from hidden states to one logit for each expert.
+        router_norm: Norm of the router's input. Its output is multiplied by ``router_factor``.
+        scales: Factor of the weight of each expert, ``[experts]``.
+        norm_before: Norm of the experts' input.
+        norms_after: Norms of the outputs of MLP and experts.
+    """
+
+    module: torch.nn.Module
+    router: Linear
+    router_norm: Norm
+    router_factor: float
+    scales: torch.nn.Parameter
+    top_k: int
+    activation: Activation
+    norm_before: Norm
+    norms_after: tuple[Norm, Norm]
+
+    @property
+    def norms(self) -> list[Norm]:
+        """All norms of router, experts and outputs."""
+        return [self.router_norm, self.norm_before, *self.norms_after]
+
+
+@dataclass(frozen=True, slots=True)
 class LayerPlan:
     """Layer of a model. The order of operations is: norm, attention, norm, add, norm, MLP, norm, add. A layer may leave
     out some of the norms.
 
     ``norms_before`` are the norms before attention and MLP. ``norms_after`` are the norms before each add.
     ``residual_scale`` multiplies the outputs of attention and MLP before each add. ``output_scales`` are further
-    factors of the output of attention and of the output of the MLP. A recurrent layer may replace attention. A layer
-    without MLP ends after the first addition. In a ``parallel`` layer, the input of the norm before the MLP is the
-    layer's input.
+    factors of the output of attention and of the output of the MLP. ``layer_scale`` multiplies the result of the last
+    add. A recurrent layer may replace attention. A layer without MLP ends after the first addition. In a ``parallel``
+    layer, the input of the norm before the MLP is the layer's input. ``beside`` is a mixture of experts in a layer that
+    also has an MLP.
     """
 
     name: str
@@ -313,7 +353,9 @@ class LayerPlan:
     norms_after: tuple[Norm | None, Norm | None]
     residual_scale: float
     output_scales: tuple[float, float] = (1.0, 1.0)
+    layer_scale: float = 1.0
     parallel: bool = False
+    beside: BesidePlan | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,6 +410,7 @@ class ModelPlan:
         found: list[Norm | None] = [self.norm]
         for layer in self.layers:
             found += [*layer.norms_before, *layer.norms_after, *(layer.attention.norms or ())]
+            found += layer.beside.norms if layer.beside else []
         return [norm for norm in found if norm is not None]
 
     def turns(
@@ -395,13 +438,11 @@ class ModelPlan:
             return half.repeat_interleave(2, dim=1)
         return torch.cat([turns, turns], dim=1) if turned == "half" else turns.contiguous()
 
-    @property
-    def rotary_size(self) -> int:
-        """Number of elements of a head that are rotated."""
-        rotated = next((each for each in self.rotary_variants if each != UNROTATED), UNROTATED)
+    def rotary_size(self, variant: int) -> int:
+        """Return the number of elements of a head that are rotated, for the rotary variant with this index."""
         device = self.embedding.device
         at, like = torch.zeros(1, dtype=torch.int64, device=device), torch.empty(0, device=device)
-        return self.turns(rotated, at, like)[0].shape[1]
+        return self.turns(self.rotary_variants[variant], at, like)[0].shape[1]
 
 
 def present(part: T | None, name: str) -> T:

@@ -73,6 +73,8 @@ FAMILIES: Mapping[str, Family] = {
     "FlexOlmoForCausalLM": _PLAIN,
     "Gemma2ForCausalLM": _GEMMA,
     "Gemma3ForCausalLM": _GEMMA,
+    "Gemma4ForCausalLM": _PLAIN,
+    "Gemma4UnifiedForCausalLM": _PLAIN,
     "GemmaForCausalLM": _GEMMA,
     "Glm4ForCausalLM": _PAIRS,
     "Glm4MoeForCausalLM": _PLAIN,

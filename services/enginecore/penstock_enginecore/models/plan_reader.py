@@ -17,6 +17,7 @@ from penstock_enginecore.models.decoder_plan import (
     UNROTATED,
     Activation,
     AttentionPlan,
+    BesidePlan,
     ClampedGate,
     ExpertsPlan,
     ExpertsWeight,
@@ -61,6 +62,8 @@ _QUERY_KEY_NORMS = (
     ("query_layernorm", "key_layernorm"),
     ("qk_norm", "qk_norm"),
 )
+_VALUE_NORM = "v_norm"
+"""Name of Gemma 4's norm of values, which has no weights."""
 _BEFORE_ACTIVATION = (("gate_proj", "up_proj"), ("gate_up_proj",), ("up_proj",), ("fc1",), ("c_fc",))
 """Names of the linear layers of an MLP before its activation."""
 _AFTER_ACTIVATION = {"fc1": "fc2", "c_fc": "c_proj"}
@@ -71,6 +74,11 @@ _NORMS_AFTER = (("post_norm1", "post_norm2"), ("post_self_attn_layernorm", "post
 """Names of norms of the outputs of attention and MLP, of HyperCLOVA X and GLM-4. Without these norms, the modules of
 HyperCLOVA X are identities.
 """
+_BESIDE_PARTS = (
+    *("router", "experts", "pre_feedforward_layernorm_2"),
+    *("post_feedforward_layernorm_1", "post_feedforward_layernorm_2"),
+)
+"""Names of a layer's parts that only layers with both an MLP and a mixture of experts have, as in Gemma 4."""
 _NORM_KINDS = {"RMSNorm": False, "L2Norm": False, "LayerNorm": True, "LayerNorm1P": True}
 """Whether norms subtract the mean, by the end of the name of the norm's class."""
 _IDLE_PARTS = frozenset({"resid_attn_dropout", "resid_mlp_dropout", "resid_dropout", "hidden_norm"})
@@ -97,8 +105,9 @@ def plan_head(head: Any, embedding: torch.nn.Module, calls: Sequence[AttentionCa
 
 
 def has_mixtures(module: Any) -> bool:
-    """Return whether the model's class is in ``FAMILIES`` and some of the model's MLPs are mixtures of experts."""
-    return is_known(module) and not all(map(is_dense, map(mlp_part, _own_layers(module.model))))
+    """Return whether the model's class is in ``FAMILIES`` and some of the model's layers have mixtures of experts."""
+    layers = _own_layers(module.model) if is_known(module) else []
+    return not all(is_dense(mlp_part(layer)) and not _has_both(layer) for layer in layers)
 
 
 def embedding_scale(embedding: Any) -> float | None:
@@ -173,7 +182,8 @@ class PlanReader:
         named = [name for name in (*names, *after_names) if getattr(layer, name, None) is not None]
         idle = _IDLE_PARTS & layer._modules.keys()
         mlp, config = mlp_part(layer), self._base.config
-        self.expect(layer, "DecoderLayer", ("self_attn", _named_part(layer, _MLP_NAMES), *named, *idle))
+        beside = _BESIDE_PARTS if _has_both(layer) else ()
+        self.expect(layer, "DecoderLayer", ("self_attn", _named_part(layer, _MLP_NAMES), *named, *idle, *beside))
         first, second, third, last = (self.norm(getattr(layer, name, None)) for name in names)
         after = [self.norm(getattr(layer, name, None)) for name in after_names]
         around = third is not None or last is not None  # in other models, the second norm is before the MLP
@@ -190,26 +200,33 @@ class PlanReader:
             norms_after=(second if around else after[0], last or after[1]),
             residual_scale=self._factor(config, "residual", float(getattr(layer, "residual_multiplier", 1.0))),
             output_scales=(self._factor(config, "attention"), self._factor(config, "mlp")),
+            layer_scale=float(getattr(layer, "layer_scalar", 1.0)),
             parallel=self._family.parallel,
+            beside=self._beside(layer) if beside else None,
         )
 
     def attention(
         self, attention: Any, call: AttentionCall, rotary: int, names: AttentionNames = AttentionNames()
     ) -> AttentionPlan:
         """Return the plan of the attention module that made the attention call ``call``."""
-        projections = ("qkv_proj",) if hasattr(attention, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
+        keys_as_values = bool(getattr(attention, "use_alternative_attention", False)) and not names.gated
+        separate = ("q_proj", "k_proj") if keys_as_values else ("q_proj", "k_proj", "v_proj")
+        projections = ("qkv_proj",) if hasattr(attention, "qkv_proj") else separate
         pair = names.norms or next((each for each in _QUERY_KEY_NORMS if hasattr(attention, each[0])), ())
         norms = [name for name in pair if hasattr(attention, name)]
+        value_norm = getattr(attention, _VALUE_NORM, None)
         sinks = () if call.params.sinks is None else ("sinks",)
         output = names.output or _named_part(attention, _ATTENTION_OUTPUTS)
-        name = self._expect_attention(attention, (*projections, output, *norms), sinks)
+        more = norms if value_norm is None else [*norms, _VALUE_NORM]
+        name = self._expect_attention(attention, (*projections, output, *more), sinks)
         if getattr(attention.config, "clip_qkv", None) is not None:
             raise UnsuitableError("the model clips queries, keys and values")
         (_, num_heads, head_size), num_kv_heads = call.query.shape, call.key.shape[1]
         if call.value.shape[1:] != (num_kv_heads, head_size):
             raise UnsuitableError(f"in {name}, the head size of values differs from the head size of keys")
         qkv = tuple(self.linear(getattr(attention, projection)) for projection in projections)
-        if sum(each.out_features for each in qkv) != head_size * (num_heads * (1 + names.gated) + 2 * num_kv_heads):
+        heads = num_heads * (1 + names.gated) + num_kv_heads * (1 if keys_as_values else 2)
+        if sum(each.out_features for each in qkv) != head_size * heads:
             raise UnsuitableError(f"the sizes of the projections of {name} do not match its number and size of heads")
         query_norm, key_norm = (
             (self.norm(getattr(attention, norm), head_size) for norm in norms) if norms else (None, None)
@@ -225,6 +242,8 @@ class PlanReader:
             params=call.params,
             gated=names.gated,
             query_scale=rotary_query_scale(attention.config) if self._family.scales_queries else query_scale(attention),
+            value_eps=None if value_norm is None else self._plain_norm(value_norm),
+            keys_as_values=keys_as_values,
         )
 
     def _latent(self, attention: Any, call: AttentionCall, rotary: int) -> LatentPlan:
@@ -305,6 +324,27 @@ class PlanReader:
             shared=self.mlp(mlp.shared_experts) if grouped else None,
         )
 
+    def _beside(self, layer: Any) -> BesidePlan:
+        """Return the plan of the experts that a layer has beside its MLP."""
+        router, experts = layer.router, layer.experts
+        self.expect(router, "TextRouter", ("norm", "proj"), ("scale", "per_expert_scale"))
+        self.expect(experts, "TextExperts", ("act_fn",), (GATE_UP, DOWN))
+        before, *after = (
+            present(self.norm(getattr(layer, name)), name)
+            for name in ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_1", "post_feedforward_layernorm_2")
+        )
+        return BesidePlan(
+            module=experts,
+            router=self.linear(router.proj),
+            router_norm=Norm(router.scale, self._plain_norm(router.norm), 0.0),
+            router_factor=float(router.scalar_root_size),
+            scales=router.per_expert_scale,
+            top_k=int(router.config.top_k_experts),
+            activation=self.activation(experts, "act_fn"),
+            norm_before=before,
+            norms_after=(after[0], after[1]),
+        )
+
     def _clamped_experts(self, mlp: Any) -> ExpertsPlan:
         """Return the plan of gpt-oss's experts."""
         self.expect(mlp, "GptOssMLP", ("router", "experts"))
@@ -374,6 +414,11 @@ class PlanReader:
         width = 0 if weight is not None else size or norm.normalized_shape[0]
         return Norm(weight, float(eps), self._family.norm_offset, centered, bias, width)
 
+    def _plain_norm(self, norm: Any) -> float:
+        """Return the epsilon of a norm without weights."""
+        self.expect(norm, "RMSNorm", ())
+        return float(norm.eps)
+
     def linear(self, linear: Any) -> Linear:
         """Return ``linear`` if it is a linear layer, quantized or not. Raises UnsuitableError for other modules."""
         if type(linear) is QuantizedLinear:
@@ -427,6 +472,11 @@ def mlp_part(layer: Any) -> Any:
 def _named_part(module: torch.nn.Module, names: Sequence[str]) -> str:
     """Return the first of ``names`` that ``module`` has, or the first of all names."""
     return next((name for name in names if hasattr(module, name)), names[0])
+
+
+def _has_both(layer: Any) -> bool:
+    """Return whether a layer has a mixture of experts beside its MLP."""
+    return bool({"router", "experts"} & layer._modules.keys())
 
 
 def rotary_variant(rotary: Any, attention: Any) -> tuple[str, ...]:

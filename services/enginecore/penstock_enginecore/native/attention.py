@@ -23,7 +23,7 @@ PAIRS = KVLayout("tiles of 16 in pairs", TILE)
 """Cache layout for bfloat16: like ``TILES``, but pairs of elements of a key are stored together, and the elements of
 the values of two tokens alternate. See ``csrc/attention_pairs.h``.
 """
-_MAX_HEAD_SIZE = 512
+MAX_HEAD_SIZE = 512
 _MAX_LATENT_WIDTH = 640
 """Largest number of elements of a row in a cache of latents (``kMaxLatentWidth``)."""
 
@@ -53,7 +53,7 @@ class NativeAttention(AttentionBackend):
             not spec.keeps_latents
             and (dtype == torch.float32 or (dtype == self.library.rounds_to and spec.head_size % 2 == 0))
             and spec.block_size % TILE == 0
-            and max(spec.head_size, spec.head_size_v) <= _MAX_HEAD_SIZE
+            and max(spec.head_size, spec.head_size_v) <= MAX_HEAD_SIZE
             and spec.head_size_v % self.library.lanes == 0
         )
         return kernel_layout(self.library, dtype) if taken else self._fallback.layout(spec, dtype)
@@ -146,7 +146,7 @@ def takes_latents(library: NativeLibrary, dtype: torch.dtype, width: int, latent
         and width % (together * library.lanes) == 0
         and latent % library.lanes == 0
         and width <= _MAX_LATENT_WIDTH
-        and latent <= _MAX_HEAD_SIZE
+        and latent <= MAX_HEAD_SIZE
     )
 
 
@@ -228,7 +228,7 @@ class WholeAttention:
             and query.device.type == "cpu"
             and query.shape[2] == key.shape[2]
             and query.shape[1] % key.shape[1] == 0
-            and max(head_size, value_size) <= _MAX_HEAD_SIZE
+            and max(head_size, value_size) <= MAX_HEAD_SIZE
             and value_size % self._library.lanes == 0
         )
 

@@ -115,7 +115,12 @@ _SAID = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_co
 """Names of the attributes that transformers' ``use_experts_implementation`` sets on a class of experts."""
 _ONE_THREAD = 32768
 """Maximum number of elements of a tensor that torch computes on one thread. torch splits larger tensors among threads."""
-_SILU = (torch.nn.SiLU, type(ACT2FN["silu"]))
+_GATES: Mapping[type, int] = {
+    torch.nn.SiLU: 0,
+    type(ACT2FN["silu"]): 0,
+    type(ACT2FN["gelu_pytorch_tanh"]): 1,
+}
+"""Numbers that stand for activations of gates in the kernels' interface, by the class of the activation module."""
 
 
 class PackedExperts(torch.nn.Module):
@@ -135,7 +140,7 @@ class PackedExperts(torch.nn.Module):
         self._names = [name for name, _ in experts.named_parameters(recurse=False)]
         self._unpacked = (experts,)  # a tuple, so that the module is not registered
         self._up_name = up = "gate_up_proj" if experts.has_gate else "up_proj"
-        self._silu = _is_silu(experts) and experts.gate_up_proj.shape[1] % (2 * library.lanes) == 0
+        self.gate = gate_of(library, experts)
         self._half = {name: fits_bfloat16(getattr(experts, name)) for name in (up, "down_proj")}
         self._up = [self._pack(experts, up, expert) for expert in range(len(experts.down_proj))]
         self._down = [self._pack(experts, "down_proj", expert) for expert in range(len(experts.down_proj))]
@@ -186,7 +191,7 @@ class PackedExperts(torch.nn.Module):
         """Packed weights of each expert: one weight with the interleaved rows of gate and up, and the weight of down.
         None if the kernels do not compute the activation of these experts.
         """
-        return (self._up, self._down) if self._silu else None
+        return None if self.gate is None else (self._up, self._down)
 
     @property
     def layout(self) -> str:
@@ -194,7 +199,7 @@ class PackedExperts(torch.nn.Module):
         to the other.
         """
         weights = f"{self._up[0].layout}, {self._down[0].layout}"
-        return f"{weights}, {self._library.lanes} lanes, {'silu' if self._silu else 'plain'}"
+        return f"{weights}, {self._library.lanes} lanes, {'plain' if self.gate is None else 'gated'}"
 
     def free(self) -> None:
         """Free the weights of the original module."""
@@ -219,8 +224,8 @@ class PackedExperts(torch.nn.Module):
         chosen = top_k_index.reshape(-1).numpy()
         order = np.argsort(chosen, kind="stable")
         ends = np.cumsum(np.bincount(chosen, minlength=len(self._up)))
-        up = self._product(self._up, hidden_states, ends, order // top, silu=self._silu)
-        if not self._silu:
+        up = self._product(self._up, hidden_states, ends, order // top, gate=self.gate)
+        if self.gate is None:
             up = self._activated(up)
         sorted_outputs = self._product(self._down, up, ends)
         places = np.empty_like(order)
@@ -247,13 +252,14 @@ class PackedExperts(torch.nn.Module):
         ends: npt.NDArray[np.int64],
         from_rows: npt.NDArray[np.int64] | None = None,
         *,
-        silu: bool = False,
+        gate: int | None = None,
     ) -> torch.Tensor:
         """Return products of groups of rows. The rows of ``x`` are taken in the order ``from_rows``. Group i ends
-        before row ``ends[i]``, and is multiplied by ``weights[i]``.
+        before row ``ends[i]``, and is multiplied by ``weights[i]``. If ``gate`` is not None, the kernels also compute
+        this activation.
         """
         x = x.contiguous()
-        out = x.new_empty(int(ends[-1]), weights[0].n // (2 if silu else 1))
+        out = x.new_empty(int(ends[-1]), weights[0].n // (1 if gate is None else 2))
         grouped = Grouped(
             len(weights),
             (Linear * len(weights))(*(weight.struct for weight in weights)),
@@ -263,7 +269,8 @@ class PackedExperts(torch.nn.Module):
             x.shape[1],
             out.data_ptr(),
             out.shape[1],
-            silu,
+            gate is not None,
+            gate or 0,
         )
         self._library.call("grouped", ctypes.byref(grouped))
         return out
@@ -277,7 +284,7 @@ class PackedExperts(torch.nn.Module):
         weight = weights[name]
         if self._unpacked[0].is_transposed:
             weight = weight.T
-        if self._silu and name == "gate_up_proj":
+        if self.gate is not None and name == "gate_up_proj":
             weight = interleaved(self._library, *weight.chunk(2))
         return weight, weights.get(f"{name}_bias")
 
@@ -295,13 +302,16 @@ def weighted_sum(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _is_silu(experts: Any) -> bool:
-    """Return whether the kernels can compute the experts' activation as part of the first matrix product."""
-    return (
+def gate_of(library: NativeLibrary, experts: Any) -> int | None:
+    """Return the number of the experts' activation, if the kernels can compute it as part of the first matrix product,
+    otherwise None.
+    """
+    plain = (
         experts.has_gate
         and experts.is_concatenated
         and not experts.has_bias
         and not experts.is_transposed
         and type(experts)._apply_gate is _default_apply_gate
-        and isinstance(experts.act_fn, _SILU)
+        and experts.gate_up_proj.shape[1] % (2 * library.lanes) == 0
     )
+    return _GATES.get(type(experts.act_fn)) if plain else None

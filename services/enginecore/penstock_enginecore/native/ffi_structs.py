@@ -67,7 +67,8 @@ class Grouped(ctypes.Structure):
         ("stride", _Int),
         ("out", _Pointer),
         ("out_stride", _Int),
-        ("silu", _Int),
+        ("gated", _Int),
+        ("activation", _Int),
     ]
 
 
@@ -95,13 +96,26 @@ class Params(ctypes.Structure):
     ]
 
 
+class BesideNorms(ctypes.Structure):
+    """Norms of the inputs of router and experts and of the outputs of MLP and experts, in a layer with both an MLP and a
+    mixture of experts.
+    """
+
+    _fields_ = [("router", _Pointer), ("experts", _Pointer), ("mlp_out", _Pointer), ("experts_out", _Pointer)]
+
+
 class Mixture(ctypes.Structure):
-    """Mixture of experts of a layer: the experts and their router. All fields are 0 if the layer has no experts."""
+    """Mixture of experts of a layer: the experts and their router. All fields are 0 if the layer has no experts.
+    ``scales`` are factors of the experts' weights, or null. ``norms`` are null if the layer has no MLP.
+    """
 
     _fields_ = [
         ("num_experts", _Int),
         ("top", _Int),
         ("normalize", _Int),
+        ("activation", _Int),
+        ("scales", _Pointer),
+        ("norms", BesideNorms),
         ("router", Linear),
         ("gate_up", ctypes.POINTER(Linear)),
         ("down", ctypes.POINTER(Linear)),
@@ -211,7 +225,7 @@ class Latent(ctypes.Structure):
 
 class Layer(ctypes.Structure):
     """Decoder layer. Norms that the layer does not have are null. ``rotary`` is the index of the layer's rotary
-    embedding among the step's rotary embeddings.
+    embedding among the step's rotary embeddings. A recurrent layer and a layer with latent attention have no heads.
     """
 
     _fields_ = [
@@ -227,12 +241,18 @@ class Layer(ctypes.Structure):
         ("down", Linear),
         ("mixture", Mixture),
         ("params", Params),
+        ("num_heads", _Int),
+        ("num_kv_heads", _Int),
+        ("head_size", _Int),
         ("rotary", _Int),
         ("gated", _Int),
+        ("norms_values", _Int),
+        ("keys_as_values", _Int),
         ("alone", _Int),
         ("parallel", _Int),
         ("attention_factor", ctypes.c_float),
         ("mlp_factor", ctypes.c_float),
+        ("scale", ctypes.c_float),
         ("recurrence", Recurrence),
         ("latent", Latent),
     ]
@@ -263,10 +283,6 @@ class Model(ctypes.Structure):
     _fields_ = [
         ("num_layers", _Int),
         ("hidden", _Int),
-        ("num_heads", _Int),
-        ("num_kv_heads", _Int),
-        ("head_size", _Int),
-        ("rotary_size", _Int),
         ("intermediate", _Int),
         ("activation", _Int),
         ("norms_all_heads", _Int),
@@ -290,9 +306,11 @@ class Group(ctypes.Structure):
 
 
 class Rotary(ctypes.Structure):
-    """Cosines and sines of a rotary embedding, and factors of queries or null, by position."""
+    """Cosines and sines of a rotary embedding, and factors of queries or null, by position. ``size`` is the number of
+    rotated elements of a head.
+    """
 
-    _fields_ = [("cosines", _Pointer), ("sines", _Pointer), ("query_scales", _Pointer)]
+    _fields_ = [("cosines", _Pointer), ("sines", _Pointer), ("query_scales", _Pointer), ("size", _Int)]
 
 
 class Step(ctypes.Structure):
@@ -330,6 +348,7 @@ class Step(ctypes.Structure):
         ("states", _Pointer),
         ("own_states", _Int),
         ("key_ends", _Pointer),
+        ("windowed_ends", _Int),
         ("num_deepstack", _Int),
         ("deepstack", _Pointer),
         ("recurrent", ctypes.POINTER(StateStep)),

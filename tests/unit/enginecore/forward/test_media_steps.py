@@ -1,5 +1,6 @@
 """Steps with media through forward passes of tiny models: against transformers' own forward of the same weights."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -196,18 +197,34 @@ def test_steps_give_the_logits_of_transformers(family: str, name: str) -> None:
     check_steps(family, *make(family), name)
 
 
-@pytest.mark.parametrize("name", ["reference", "cpu", "triton", "replayed"])
+@pytest.mark.parametrize("name", BUILDS)
 def test_images_attend_both_ways_in_windowed_layers_only(name: str) -> None:
     model, twin = make("gemma3")
     model.encoder.windowed_spans = True  # type: ignore[union-attr]
     check_steps("gemma3", model, twin, name)
 
 
-def test_a_decoder_that_lets_images_attend_both_ways_in_all_layers_is_not_used() -> None:
-    model, _ = make("gemma3")
+@pytest.mark.parametrize("isa", ISAS[:1])
+@torch.inference_mode()
+def test_images_between_segments_of_keys_attend_both_ways_in_windowed_layers_only(
+    isa: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernels divide keys at position 2048. Only in layers with windows, the first queries of the image see later
+    keys. All layers share one plan.
+    """
+    monkeypatch.setattr(sys.modules[__name__], "BLOCKS", 130)
+    kinds = ["full_attention", "sliding_attention", "full_attention", "sliding_attention"]
+    model, twin = make("gemma3", max_position_embeddings=4096, num_hidden_layers=4, layer_types=kinds)
     model.encoder.windowed_spans = True  # type: ignore[union-attr]
-    built = build_forward(model, ForwardConfig(CPU, "auto", kernels(ISAS[-1]), 1, BLOCK))
-    assert isinstance(built.forward, ModulesForward)
+    forward = build_forward(model, ForwardConfig(CPU, "auto", kernels(isa), 4, BLOCK)).forward
+    assert isinstance(forward, NativeForward)
+    forward.bind(forward.memory.throwaway(BLOCK, 1 + 130))
+    prompt = make_prompt(1, 2070, [(2029, 2064)], 0, 0)
+    expected = expected_logits("gemma3", model, twin, prompt)
+    for start, end in [(0, 2029), (2029, 2064), (2064, 2070)]:
+        batch = batch_of(forward, model, [(0, prompt, slice(start, end))])
+        got = forward.run(batch, np.arange(end - start)).logits
+        torch.testing.assert_close(got, expected[start:end], rtol=1e-3, atol=1e-3)
 
 
 def check_steps(family: str, model: LoadedModel, twin: Any, name: str) -> None:

@@ -56,6 +56,29 @@ def test_gemma_3_norms_queries_and_keys_and_turns_each_kind_of_layer_otherwise(t
     assert found.layers[0].attention.norms[0].offset == 1.0
 
 
+def test_gemma_4_has_heads_of_two_shapes_and_values_that_are_the_keys_without_their_norm(tmp_path: Path) -> None:
+    found = plan("gemma4", tmp_path)
+    sliding, full = found.layers
+    attentions = (sliding.attention, full.attention)
+    assert [(each.num_heads, each.num_kv_heads, each.head_size) for each in attentions] == [(4, 2, 16), (4, 1, 32)]
+    assert [(len(each.qkv), each.keys_as_values) for each in attentions] == [(3, False), (2, True)]
+    assert [each.value_eps for each in attentions] == [1e-6, 1e-6]
+    assert [each.params.scaling for each in attentions] == [1.0, 1.0]
+    assert [found.rotary_size(each.rotary) for each in attentions] == [16, 32]
+    assert 0.5 < sliding.layer_scale < 1.0
+    assert (sliding.beside, found.logits_softcap) == (None, 30.0)
+
+
+def test_gemma_4_may_have_experts_beside_its_mlp(tmp_path: Path) -> None:
+    found = plan("gemma4_moe", tmp_path)
+    layer = found.layers[0]
+    assert isinstance(layer.mlp, MLPPlan)
+    assert layer.beside is not None
+    assert (layer.beside.top_k, layer.beside.activation, len(layer.beside.scales)) == (2, "gelu_tanh", 4)
+    assert layer.beside.router_factor == pytest.approx(48**-0.5)
+    assert set(map(id, layer.beside.norms)) <= set(map(id, found.norms))
+
+
 def test_phi_3_is_merged_already(tmp_path: Path) -> None:
     layer = plan("phi3", tmp_path).layers[0]
     assert (len(layer.attention.qkv), len(layer.mlp.gate_up)) == (1, 1)

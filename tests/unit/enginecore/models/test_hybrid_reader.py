@@ -59,7 +59,7 @@ def test_granite_has_the_duality_and_scales_everything(tmp_path: Path) -> None:
     assert rule.norm is not None
     assert rule.norm.gates_first
     assert (found.input_scale, found.logits_divisor, found.layers[0].residual_scale) == (3.0, 0.5, 0.3)
-    assert found.rotary_size == 0
+    assert found.rotary_size(0) == 0
 
 
 def test_lfm_has_short_convolutions(tmp_path: Path) -> None:

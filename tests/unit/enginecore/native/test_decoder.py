@@ -27,6 +27,8 @@ MODELS = {
     "exaone4": {},
     "gemma2": {"final_logit_softcapping": 2.0, "attn_logit_softcapping": 2.0, "vocab_size": 333},
     "gemma3": {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "gemma4": {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "gemma4_moe": {"num_experts": 8, "top_k_experts": 3},
     "glm4": {},
     "glm4_moe": {"num_hidden_layers": 3},
     "llama4_text": {"interleave_moe_layer_step": 5},  # PyTorch computes its experts
@@ -55,7 +57,9 @@ MODELS = {
 - Norms after the residual addition, and norms over all heads.
 - Layers without positions, and several rotary embeddings.
 - Caps of logits, fused projections, and sizes that are no multiples of a vector's length.
-- Dense layers next to mixtures of experts, and mixtures whose extra parts modules compute.
+- Heads of several shapes, values that are the keys, and factors of layers' outputs.
+- Dense layers next to mixtures of experts, mixtures beside dense MLPs in the same layer, and mixtures whose extra parts
+  modules compute.
 - Rotation of neighbouring elements, of a part of each head, and before the norms of queries and keys.
 - Queries scaled by position, norms that subtract the mean, and attention and MLP with the same input.
 - Activations without a gate.

@@ -41,7 +41,7 @@ from penstock_enginecore.forward.modules import (
 )
 from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment, segments_of_rows
 from penstock_enginecore.lora.device_slots import SlotLimits
-from penstock_enginecore.models.decoder_plan import UNROTATED, AttentionPlan, ModelPlan
+from penstock_enginecore.models.decoder_plan import UNROTATED, AttentionPlan, LayerPlan, ModelPlan
 from penstock_enginecore.models.errors import UnsuitableError
 from penstock_enginecore.models.loader import LoadedModel
 from penstock_enginecore.models.plan_reader import plan_model
@@ -128,24 +128,30 @@ def fused_plan(probed: ProbedModel) -> ModelPlan:
     if plan.own_head.bias is not None:
         raise UnsuitableError("the model's output head has a bias, which the fused decoder does not support")
     for layer in plan.layers:
-        attention = layer.attention
-        if layer.parallel:
-            raise UnsuitableError(
-                f"{layer.name} computes attention and MLP from the same input, which the fused decoder does not support"
-            )
-        if not isinstance(attention, AttentionPlan):
-            continue
-        if attention.query_scale is not None:
-            raise UnsuitableError(f"{layer.name} scales queries by position, which the fused decoder does not support")
-        if attention.norms_all_heads:
-            raise UnsuitableError(
-                f"{layer.name} applies one norm to all heads together, which the fused decoder does not support"
-            )
-        if plan.rotary_size != attention.head_size:
-            raise UnsuitableError(
-                f"{layer.name} applies rotary positions to only a part of each head, which the fused decoder does not support"
-            )
+        if unknown := _unknown_parts(plan, layer):
+            raise UnsuitableError(f"{layer.name} {unknown[0]}, which the fused decoder does not support")
     return plan
+
+
+def _unknown_parts(plan: ModelPlan, layer: LayerPlan) -> list[str]:
+    """Return the parts of a layer that the kernels do not support, as texts that follow the layer's name."""
+    attention = layer.attention
+    parts = {
+        "computes attention and MLP from the same input": layer.parallel,
+        "multiplies its output by a factor": layer.layer_scale != 1.0,
+        "has a mixture of experts beside its MLP": layer.beside is not None,
+    }
+    if isinstance(attention, AttentionPlan):
+        parts |= {
+            "scales queries by position": attention.query_scale is not None,
+            "applies one norm to all heads": attention.norms_all_heads,
+            "uses its keys as values": attention.keys_as_values,
+            "norms its values": attention.value_eps is not None,
+            "applies rotary positions to only a part of each head": (
+                plan.rotary_size(attention.rotary) != attention.head_size
+            ),
+        }
+    return [part for part, found in parts.items() if found]
 
 
 class FusedForward:

@@ -18,6 +18,8 @@ from penstock_enginecore.forward.cuda.kernel_api import Norm
 from penstock_enginecore.forward.dummy_inputs import Probe, probe_logits
 from penstock_enginecore.forward.modules import ModulesForward, ProbedModel, probe_model
 from penstock_enginecore.models.decoder_plan import ExpertsPlan, LayerPlan, ModelPlan
+from penstock_enginecore.models.errors import UnsuitableError
+from penstock_enginecore.models.plan_reader import plan_model
 from tests.fakes.models.fused_models import CPU, FUSED_FAMILIES, fused, load_probed, prove, save_varied_model
 from tests.fakes.models.torch_kernels import TorchKernels
 
@@ -251,6 +253,32 @@ def test_kernels_that_write_to_a_wrong_slot_are_refuted(tmp_path: Path) -> None:
     save_varied_model("llama", tmp_path)
     probed = load_probed(tmp_path)
     assert prove(probed, lambda: FusedForward(probed, OneSlotLate())).refuted
+
+
+@pytest.mark.parametrize(
+    ("architecture", "factor", "reason"),
+    [
+        ("gemma4", 0.5, r"model\.layers\.0 multiplies its output by a factor"),
+        ("gemma4", 1.0, r"model\.layers\.0 norms its values"),
+        ("gemma4_moe", 1.0, r"model\.layers\.0 has a mixture of experts beside its MLP"),
+    ],
+)
+def test_parts_of_gemma_4_are_refused_by_name(architecture: str, factor: float, reason: str, tmp_path: Path) -> None:
+    save_varied_model(architecture, tmp_path)
+    probed = load_probed(tmp_path)
+    for layer in probed.model.module.model.layers:
+        layer.layer_scalar.fill_(factor)
+    with pytest.raises(UnsuitableError, match=reason):
+        fused_plan(probed)
+
+
+def test_keys_as_values_are_refused_by_name(tmp_path: Path) -> None:
+    save_varied_model("gemma4", tmp_path)
+    probed = load_probed(tmp_path)
+    plan = plan_model(probed.model.module, probed.calls)
+    attention = dataclasses.replace(plan.layers[1].attention, value_eps=None)
+    layer = dataclasses.replace(plan.layers[1], attention=attention, layer_scale=1.0)
+    assert decoder._unknown_parts(plan, layer) == ["uses its keys as values"]
 
 
 def test_layers_of_different_sizes_are_no_candidate(tmp_path: Path) -> None:
