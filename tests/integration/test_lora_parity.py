@@ -22,6 +22,7 @@ NATIVE = (
     "gemma2",
     "gemma3",
     "gemma4",
+    "gemma4_moe",
     "glm4",
     "granite",
     "lfm2",
@@ -40,6 +41,8 @@ recurrent layers.
 """
 PACKED = ("gpt_neox", "opt")
 """Model types whose linear layers the kernels compute, while modules compute all other layers."""
+MODULES = {"gemma4_moe": [*(f"{name}_proj" for name in "qkvo"), *(f"{name}_proj" for name in ("gate", "up", "down"))]}
+"""Layers that adapters update, for model types whose other linear layers belong to a mixture of experts."""
 QUICK = "llama"
 KINDS = ("llama", "gemma2", "phi3", "gpt_neox", "opt")
 """One model type of each kind.
@@ -57,7 +60,8 @@ LORA = {"max_loras": len(ADAPTERS)}
 )
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AdaptedModel:
     torch.set_num_threads(1)
-    made = AdaptedModel(request.param, tmp_path_factory.mktemp(request.param), hidden_size=64, initializer_range=0.2)
+    folder, modules = tmp_path_factory.mktemp(request.param), MODULES.get(request.param)
+    made = AdaptedModel(request.param, folder, modules, hidden_size=64, initializer_range=0.2)
     answers = {(question.adapter, tuple(question.prompt)): question.tokens for question in made.questions}
     assert len(answers) == len(made.questions) >= 16
     assert len({tuple(tokens) for tokens in answers.values()}) == len(answers), (

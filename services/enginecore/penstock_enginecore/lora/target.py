@@ -92,7 +92,7 @@ class AdapterTarget:
         linears: dict[str, tuple[int, int]] = {}
         unserved: dict[str, Unserved] = {}
         for name, child in named.items():
-            if any(name.startswith(f"{block}.") for block in blocks):
+            if any(f"{name}.".startswith(f"{block}.") for block in blocks):
                 if next(child.parameters(recurse=False), None) is not None:
                     unserved[name] = Unserved(LoraReason.EXPERTS, _OF_EXPERTS, isinstance(child, torch.nn.Linear))
             elif _is_linear(child):
@@ -129,13 +129,16 @@ def _unserved(module: torch.nn.Module) -> Unserved | None:
 
 
 def _expert_blocks(named: Mapping[str, torch.nn.Module]) -> list[str]:
-    """Return the names of mixture-of-experts blocks. A block contains experts, a router, and possibly shared experts."""
+    """Return the names of mixture-of-experts blocks. A block contains experts, a router, and possibly shared experts.
+
+    If a layer has experts beside its attention and its MLP, as in Gemma 4, experts and router are separate blocks.
+    """
     blocks = []
     for name, module in named.items():
         parent, _, own = name.rpartition(".")
         has_weights = isinstance(module, torch.nn.ModuleList) or any(True for _ in module.parameters(recurse=False))
         if parent and ("Expert" in type(module).__name__ or (own == "experts" and has_weights)):
-            blocks.append(parent)
+            blocks += [name, f"{parent}.router"] if f"{parent}.self_attn" in named else [parent]
     return list(dict.fromkeys(blocks))
 
 

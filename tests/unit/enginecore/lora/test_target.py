@@ -45,6 +45,8 @@ def test_all_linear_layers_of_dense_models_are_targets_with_their_shapes(archite
         ("qwen2_moe", "model.layers.1.mlp.shared_expert_gate", "model.layers.1.self_attn.o_proj"),
         ("deepseek_v3", "model.layers.1.mlp.shared_experts.down_proj", "model.layers.0.mlp.down_proj"),
         ("llama4_text", "model.layers.1.feed_forward.router", "model.layers.0.feed_forward.up_proj"),
+        ("gemma4_moe", "model.layers.0.experts", "model.layers.0.self_attn.q_proj"),
+        ("gemma4_moe", "model.layers.0.router.proj", "model.layers.0.mlp.down_proj"),
         ("gpt_oss", "model.layers.0.mlp.router", "model.layers.0.self_attn.v_proj"),
         ("granitemoe", "model.layers.0.block_sparse_moe.router", "model.layers.0.self_attn.k_proj"),
     ],
