@@ -23,10 +23,10 @@ pytestmark = pytest.mark.slow
 
 NEW_TOKENS = 24
 # Fused decoders with full and with windowed layers, mixed layer kinds, soft caps, sinks, chunked attention, and
-# multi-head latent attention, and layers that share keys and values.
+# multi-head latent attention, heads of two shapes, and layers that share keys and values.
 FAMILIES = (
     *("llama", "mistral", "gemma2", "gpt_oss", "llama4_text", "deepseek_v3"),
-    *("gemma3n", "gemma4_shared"),
+    *("gemma3n", "gemma4", "gemma4_shared"),
 )
 RECURRENT = (
     *("qwen3_5", "qwen3_5_moe", "granitemoehybrid", "falcon_h1", "nemotron_h", "lfm2", "mamba2"),
