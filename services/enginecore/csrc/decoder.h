@@ -580,7 +580,7 @@ class Decoder {
   enum : int64_t { kQkv, kOutput, kGateUp, kDown, kPlaces, kNone = -1 };  // indices of an adapter's updates in a layer
   static constexpr int kHeadPhases = 4;
   static constexpr int kPhases = 37;      // maximum per layer, including sums over ranks, adapters and splitting of inputs
-  static constexpr int kMaxLayers = 800;  // forward/native_layers.py checks this
+  static constexpr int kMaxLayers = 800;  // forward/native_support.py checks this
   static_assert(kPhases * kMaxLayers + 4 + kHeadPhases <= Pool::kMaxPhases);
   static constexpr int64_t kRowTask = 4;  // number of tokens of a task that processes tokens one by one
   static constexpr int64_t kManyTokens = 256;

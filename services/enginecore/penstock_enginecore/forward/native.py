@@ -34,7 +34,8 @@ from penstock_enginecore.forward.native_inputs import (
     expect_no_media,
     give_media,
 )
-from penstock_enginecore.forward.native_layers import KernelDecoder, empty, query_rows, unsuitable_part
+from penstock_enginecore.forward.native_layers import KernelDecoder, empty, query_rows
+from penstock_enginecore.forward.native_support import unsuitable_part
 from penstock_enginecore.lora.adapter import (
     AdaptedModules,
     LoraAdapter,
