@@ -120,7 +120,7 @@ def features(model: PreTrainedModel, modality: Modality, tensors: Mapping[str, t
     rows = found.pooler_output
     if config.model_type == "qwen3_omni_moe_thinker" and modality == "audio":  # no embeddings for the first layers
         rows = torch.nn.functional.pad(rows, (0, 2 * rows.shape[-1]))
-    if "input_features_mask" in tensors:
+    if "input_features_mask" in tensors and config.model_type in GEMMA4:
         rows = rows[found.attention_mask]
     if isinstance(rows, torch.Tensor):
         return rows.reshape(-1, rows.shape[-1])

@@ -69,15 +69,15 @@ def test_a_token_of_the_cache_is_one_vector_for_all_heads(tmp_path: Path) -> Non
     save_varied_model("deepseek_v3", tmp_path)
     probed = load_probed(tmp_path)
     expanded = [(spec.num_kv_heads, spec.head_size, spec.head_size_v) for spec in probed.specs.values()]
-    assert expanded == [(4, 24, 12)] * 2
+    assert expanded == [(4, 32, 12)] * 2
     forward = FusedForward(probed, TorchKernels())
     assert list(forward.specs) == list(probed.specs)
     assert [(spec.num_kv_heads, spec.head_size, spec.head_size_v) for spec in forward.specs.values()] == [
-        (1, 24, 0)
+        (1, 32, 0)
     ] * 2
-    assert {spec.page_size_bytes for spec in forward.specs.values()} == {16 * 24 * 4}
+    assert {spec.page_size_bytes for spec in forward.specs.values()} == {16 * 32 * 4}
     [first, _] = forward.memory.throwaway(16, 3).values()
-    assert first.cache.keys.shape == (3, 1, 16, 24)
+    assert first.cache.keys.shape == (3, 1, 16, 32)
     assert first.cache.values.numel() == 0
 
 
@@ -132,7 +132,7 @@ def test_the_plan_names_sizes_and_routing(tmp_path: Path) -> None:
     attention = plan.layers[0].attention
     assert isinstance(attention, LatentPlan)
     sizes = (attention.num_heads, attention.latent, attention.rotary_size, attention.plain_size, attention.value_size)
-    assert sizes == (4, 16, 8, 16, 12)
+    assert sizes == (4, 16, 16, 16, 12)
     experts: Any = plan.layers[1].mlp
     assert (experts.grouped.groups, experts.grouped.kept, experts.grouped.scale) == (2, 1, 1.7)
     assert isinstance(plan.layers[0].mlp, MLPPlan)
