@@ -160,7 +160,7 @@ def registration(**fields: Any) -> pb.LoraRegistration:
         ([registration(path="")], True, "path has 0 characters"),
         ([registration(digest=b"1")], True, "digest has 1 bytes; it must have 16"),
         ([registration()] * 257, True, "loras.registrations has 257 entries; it must have at most 256"),
-        ([registration()], False, "loras is set, but hello.views.loras was not"),
+        ([registration()], False, "sent loras, but did not set hello.views.loras"),
     ],
 )
 async def test_registrations_that_no_frontend_may_send_end_its_stream(

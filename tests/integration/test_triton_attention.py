@@ -10,6 +10,7 @@ import torch
 
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.engine_core import EngineCore
+from penstock_enginecore.forward import build
 from penstock_enginecore.forward.cuda import attention
 from penstock_enginecore.forward.cuda.graphs import StepGraphs
 from tests.fakes.engines.in_process import build_engine, generate
@@ -55,6 +56,7 @@ def test_pieces_of_prompts_prefix_hits_and_mixed_steps_give_the_same_tokens(
     """Uses torch versions of the kernels, which are about a hundred times faster than interpreted Triton kernels."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(attention, "_kernels", TorchKernels)
+    monkeypatch.setattr(build, "with_latents", lambda probed, *_: probed)  # on GPUs, modules cache full keys and values
     model = save_tiny_model(family, tmp_path)
     expected = [greedy_tokens(model, prompt, NEW_TOKENS) for prompt in prompts()]
     assert len({token for tokens in expected for token in tokens}) > 8
@@ -86,9 +88,10 @@ def test_replayed_steps_that_choose_their_tokens_give_the_same_ones(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama4_text", "deepseek_v3"])
-def test_and_so_do_the_kernels_that_gpus_run(family: str, tmp_path: Path) -> None:
+def test_and_so_do_the_kernels_that_gpus_run(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs the GPU kernels in Triton's interpreter."""
     interpreted("attention")
+    monkeypatch.setattr(build, "with_latents", lambda probed, *_: probed)  # on GPUs, modules cache full keys and values
     model = save_tiny_model(family, tmp_path)
     given = [prompts()[0], prompts()[2]]
     engine = make_engine(tmp_path, scheduler={"max_num_batched_tokens": 24})

@@ -35,12 +35,12 @@ def random_adapter(
     represent.
 
     ``rank`` is a number, or a function of the layer's name. ``layers`` are layers of ``module``; None means all linear
-    layers.
+    layers except routers, for which the engine refuses adapters.
     """
     generator = torch.Generator().manual_seed(seed)
     updates = {}
     for name, layer in linear_layers(module).items():
-        if layers is not None and name not in set(layers):
+        if (layers is not None and name not in set(layers)) or "router" in name.split("."):
             continue
         r = rank if isinstance(rank, int) else rank(name)
         a = torch.randn(r, layer.in_features, generator=generator)

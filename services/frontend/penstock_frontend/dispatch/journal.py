@@ -32,12 +32,7 @@ class EngineFaultError(Exception):
 
 
 class Call:
-    """State shared by the sequences of one call.
-
-    Attributes:
-        taker: Key of the engine that last received a sequence of the call in a planned handoff, in which an engine
-            passes a running sequence to another engine. Empty before the first handoff.
-    """
+    """State of the sequences of a call: ``taker`` is the key of the engine that last received one of them by handoff."""
 
     __slots__ = ("taker",)
 

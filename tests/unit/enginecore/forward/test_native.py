@@ -43,7 +43,7 @@ def test_rows_are_those_of_transformers_but_for_the_order_of_sums(tmp_path: Path
     assert encoder is not None
     packed = pack_towers(encoder, kernels())
     linears = [each for module in encoder.modules for each in module.modules() if isinstance(each, torch.nn.Linear)]
-    assert packed == len(linears) > 4
+    assert packed == len(linears) > 2
     assert all(isinstance(each, PackedLinear) for each in linears)
     modality: Any = "audio" if family in AUDIO_FAMILIES else "image"
     if modality == "audio":

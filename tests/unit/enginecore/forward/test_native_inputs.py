@@ -17,7 +17,7 @@ def embedding(dtype: torch.dtype = torch.float32) -> torch.nn.Embedding:
 
 def double(positions: torch.Tensor, like: torch.Tensor) -> Turns:
     angles = positions[:, None].float().expand(-1, 2).contiguous()
-    return angles.cos(), angles.sin()
+    return angles.cos(), angles.sin(), None
 
 
 @pytest.mark.parametrize("token_ids", [[-1], [7], [0, 3, 2**40], [-(2**40), 1]])
@@ -81,11 +81,11 @@ def test_turns_of_positions_are_the_modules(kept: bool, monkeypatch: pytest.Monk
     rotaries = Rotaries([double, lambda at, like: double(3 * at, like)], 2, 16)
     positions = np.array([0, 15, 7, 7])
     step = rotaries.of(positions, torch.empty(0))
-    for factor, (cosines, sines), struct in zip((1, 3), step.turns, step.structs, strict=True):
+    for factor, (cosines, sines, _), struct in zip((1, 3), step.turns, step.structs, strict=True):
         expected = double(factor * torch.from_numpy(positions), torch.empty(0))
         assert torch.equal(cosines[step.positions], expected[0])
         assert torch.equal(sines[step.positions], expected[1])
-        assert (struct.cosines, struct.sines) == (cosines.data_ptr(), sines.data_ptr())
+        assert (struct.cosines, struct.sines, struct.query_scales) == (cosines.data_ptr(), sines.data_ptr(), None)
 
 
 @pytest.mark.parametrize("position", [-1, 16])

@@ -28,7 +28,7 @@ from tests.fakes.models.adapted_steps import (
     step_logits,
 )
 from tests.fakes.models.tiny_models import save_narrow_model, save_tiny_model
-from tests.integration.test_native_parity import DECODERS, LATENT_DECODERS
+from tests.integration.test_native_parity import DECODERS, HELIUM, LATENT_DECODERS
 
 CPU = torch.device("cpu")
 RANKS = (1, 5, 16, 64)
@@ -85,7 +85,8 @@ def mixed(path: Path) -> tuple[list[LoraAdapter], list[Prompt], int]:
 
 @pytest.mark.parametrize("architecture", [name for name in DECODERS if name not in LATENT_DECODERS])
 def test_logits_of_every_family_are_those_of_the_modules(architecture: str, tmp_path: Path) -> None:
-    save_tiny_model(architecture, tmp_path, hidden_size=64, initializer_range=0.2)
+    changes = HELIUM.get(architecture, {})
+    save_tiny_model(architecture, tmp_path, hidden_size=64, initializer_range=0.2, **changes)
     adapters, prompts, _ = mixed(tmp_path)
     forward = native(tmp_path)
     assert isinstance(forward, AdaptedForward)

@@ -61,7 +61,7 @@ def test_what_is_freed_is_forgotten_before_anything_else(rows: EncoderRows, enco
     assert torch.equal(rows.of("a"), rows_of("a", 4, WIDTH))
     rows.update(work(freed=("a", "b")))
     assert len(rows) == 0
-    with pytest.raises(RuntimeError, match="the embeddings of a do not exist"):
+    with pytest.raises(RuntimeError, match="the embeddings of media item a do not exist"):
         rows.of("a")
 
 
@@ -94,7 +94,7 @@ def test_embeddings_that_a_request_brought_are_there_at_once(rows: EncoderRows, 
     assert encoder.num_slices == 0
     wrong = TensorData(dtype="float32", shape=(6, 4), data=given.numpy().tobytes())
     told = rows.update(work(start("b", data={EMBEDS: wrong})))
-    assert told == {"b": "ValueError: 'embeds' is float32 [6, 4], but the prompt needs floats of shape [4, 6]"}
+    assert told == {"b": "ValueError: tensor 'embeds' is float32 [6, 4], but the prompt needs floats of shape [4, 6]"}
 
 
 def test_everything_is_forgotten_at_once(rows: EncoderRows, encoder: FakeMediaEncoder) -> None:

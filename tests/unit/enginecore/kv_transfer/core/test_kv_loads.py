@@ -31,7 +31,7 @@ def test_a_block_is_on_its_way_from_the_begin_of_its_load_to_its_end():
 def test_no_block_is_brought_twice_at_a_time_and_nobody_has_two_loads():
     loads = Loads()
     loads.begin(1, places(1), "a")
-    with pytest.raises(ValueError, match="already being loaded"):
+    with pytest.raises(ValueError, match="load 2 has a block that another load is already writing"):
         loads.begin(2, places(2, 1), "b")
     with pytest.raises(ValueError, match="already"):
         loads.begin(2, places(2), "a")
