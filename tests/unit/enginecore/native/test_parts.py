@@ -168,7 +168,7 @@ def test_experts_tell_a_layout_of_their_own_and_multiply_by_it(library: NativeLi
         for parameter in experts.parameters():
             parameter.copy_(half(*parameter.shape) / 4)
     packed = PackedExperts(library, experts)
-    assert packed.layout == "torch.bfloat16 by 32, torch.bfloat16 by 32, 16 lanes, silu"
+    assert packed.layout == "torch.bfloat16 by 32, torch.bfloat16 by 32, 16 lanes, gated"
     x = torch.randn(70, 40)
     chosen = torch.stack([torch.randperm(4, generator=torch.Generator().manual_seed(i))[:2] for i in range(70)])
     weights = torch.rand(70, 2)

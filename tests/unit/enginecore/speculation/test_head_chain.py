@@ -224,7 +224,10 @@ def test_requests_with_filters_are_drafted_for_by_the_loop(model: LoadedModel) -
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"hidden_act": "relu"}, "decoder not used: model.layers.0.mlp uses the activation function ReLU"),
+        (
+            {"hidden_act": "relu"},
+            "decoder not used: model.layers.0.mlp uses the activation function relu, which this decoder",
+        ),
         ({"head_dim": 12}, "decoder not used: a head size of 12 is not a multiple of"),
     ],
 )

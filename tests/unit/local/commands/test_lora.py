@@ -182,7 +182,7 @@ def test_flags_name_directories_of_adapters(adapter: Path, monkeypatch: pytest.M
         (["x="], "write NAME=PATH"),
         (
             ["x=/none"],
-            "--lora x=/none: directory /none does not exist; an adapter is a local directory in PEFT's format",
+            "--lora x=/none: directory /none does not exist; an adapter must be a local directory in PEFT's format",
         ),
         (["x={}/.."], "/.. has no adapter_config.json: the directory does not contain a LoRA adapter"),
         (["a\tb={}"], r"the name 'a\\tb' must be printable"),
