@@ -54,9 +54,9 @@ KINDS = (
 )
 """One model type of each kind.
 
-The kinds are: square images, bidirectional attention within images, the same in layers with windows only, windows that
-the kernels do not compute, crops of any shape, grids, audio, recurrent layers, and rotary sections that the kernels do
-not compute.
+The kinds are: square images, bidirectional attention within images, the same in layers with windows only, attention and
+MLP with the same input, crops of any shape, grids, audio, recurrent layers, and rotary sections that the kernels do not
+compute.
 """
 
 
@@ -201,9 +201,7 @@ def test_text_beside_images_has_the_bits_that_it_has_beside_text(case: Case) -> 
 def test_text_beside_images_has_the_bits_that_it_has_alone_where_kernels_see_to_that(case: Case) -> None:
     plain = case.prompts["text"].request("text", COUNT, logprobs=0)
     sections = {"kernels": {"batch_invariant": True}, "cache": {"block_size": 16}}
-    if (
-        case.family in ("aya_vision", "gemma4", "glm4v") or case.family in RECURRENT
-    ):  # the kernels' decoder does not compute these types
+    if case.family == "glm4v" or case.family in RECURRENT:  # the kernels' decoder does not compute these types
         with pytest.raises(ModelLoadError, match=r"kernels\.batch_invariant is true"):
             case.engine(**sections)
         return
