@@ -4,6 +4,7 @@ This file uses block sizes and head sizes that the attention kernels support. ``
 computes.
 """
 
+import copy
 import logging
 from pathlib import Path
 from typing import Any, cast
@@ -147,7 +148,7 @@ def test_decoders_of_other_shapes_give_the_same_tokens(
     architecture: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     torch.set_num_threads(1)
-    expected = expected_tokens(save_tiny_model(architecture, tmp_path, hidden_size=64, **changes))
+    expected = expected_tokens(save_tiny_model(architecture, tmp_path, hidden_size=64, **copy.deepcopy(changes)))
     engine = build_engine(tmp_path, cache=CACHE)
     assert "decoder" in computing(engine)
     assert greedy(engine) == expected
