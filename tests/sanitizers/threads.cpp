@@ -96,8 +96,8 @@ class Caller {
     }
     for (Layer& layer : layers_)
       layer = {norm_.data(), nullptr, norm_.data(), nullptr, nullptr, nullptr, qkv_.linear, out_.linear, gate_up_.linear, down_.linear,
-               Mixture{}, {20, 0, 0.25f, 0.0f, nullptr}, 0};
-    Model model{kLayers, kHidden, kHeads, 1, kHead, kHead, 2 * kPanel, kSiluGate, 0, 1e-5f, 0.0f, layers_, norm_.data(),
+               Mixture{}, {20, 0, 0.25f, 0.0f, nullptr}, kHeads, 1, kHead, 0, 0, 0, 0, 0, 0, 1.0f, 1.0f, 1.0f};
+    Model model{kLayers, kHidden, 2 * kPanel, kSiluGate, 0, 0, 0, 0, 1e-5f, 0.0f, layers_, norm_.data(),
                       qkv_.linear, {}};
     decoder_ = std::make_unique<ChainingDecoder>(model, pool);
     layers_[0].qkv = both_.linear;
@@ -117,13 +117,13 @@ class Caller {
     const Group group{slots.data(), table, 5, kChunk};
     const Cache caches[kLayers] = {{keys.data(), values.data(), kHead, kHead}, {keys.data(), values.data(), kHead, kHead}};
     const std::vector<float> cosines(tokens * kHead, 1.0f), sines(tokens * kHead);
-    const Rotary rotary{cosines.data(), sines.data()};
+    const Rotary rotary{cosines.data(), sines.data(), nullptr, kHead};
     const auto forward = [&](int64_t keep_states, std::vector<float>& logits, const std::vector<Segment>& segments = {},
                              const int64_t* key_ends = nullptr, const float* deepstack = nullptr) {
       std::vector<float> x = numbers(tokens * kHidden, 7);
       decoder_->forward({tokens, 1, starts, lens, &group, zeros, caches, x.data(), nullptr, nullptr, 0, 1.0f, positions.data(), &rotary,
                          static_cast<int64_t>(rows.size()), rows.data(), logits.data(), keep_states, 0, kLayers, nullptr, nullptr, nullptr,
-                         0, nullptr, nullptr, static_cast<int64_t>(segments.size()), segments.data(), nullptr, 0, key_ends,
+                         0, nullptr, nullptr, static_cast<int64_t>(segments.size()), segments.data(), nullptr, 0, key_ends, 0,
                          deepstack == nullptr ? 0 : kLayers, deepstack});
       return x;
     };
@@ -183,7 +183,7 @@ class Caller {
       const float angle = 0.7f * static_cast<float>(i / kHead);
       cosines[i] = std::cos(angle), sines[i] = std::sin(angle);
     }
-    const Rotary rotary{cosines.data(), sines.data()};
+    const Rotary rotary{cosines.data(), sines.data(), nullptr, kHead};
     const float temperatures[] = {0.0f, 1.5f};
     std::vector<double> uniforms(2 * drafts);
     for (size_t i = 0; i < uniforms.size(); ++i) uniforms[i] = static_cast<double>(i * 7 % 11) / 11;
