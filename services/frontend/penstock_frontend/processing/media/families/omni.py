@@ -97,6 +97,14 @@ class Clips(NamedTuple):
             )
         return ProcessedItem(modality="audio", data=dict(data), num_embeds=self.rows(length))
 
+    def described(self, data: Mapping[str, TensorData]) -> ProcessedItem:
+        """Return the media item for tensors of a processor, or for the embeddings of a clip."""
+        if EMBEDS not in data:
+            tensors.check_names(data, (_FEATURES, self.mask))
+            return self.item(data)
+        rows = tensors.num_embeds(data, least=1, most=self.max_rows)
+        return ProcessedItem(modality="audio", data=dict(data), num_embeds=rows)
+
 
 def _clips(checkpoint: Checkpoint) -> Clips:
     """Return the format of clips from the configuration of the feature extractor. The defaults are those of its
@@ -176,11 +184,7 @@ class QwenOmni(ImageFamily):
         """Return the media item for tensors of a processor, or for the embeddings of a clip."""
         if modality != "audio":
             return super().described(modality, data)
-        if EMBEDS not in data:
-            tensors.check_names(data, (_FEATURES, _MASK))
-            return self._clips.item(data)
-        rows = tensors.num_embeds(data, least=1, most=self._clips.max_rows)
-        return ProcessedItem(modality="audio", data=dict(data), num_embeds=rows)
+        return self._clips.described(data)
 
     def max_tokens(self, modality: Modality) -> int:
         """Return the number of tokens that the largest image or the longest clip has."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock_common.types.media import EMBEDS, Modality, TensorData
+from penstock_common.types.media import Modality, TensorData
 from penstock_frontend.processing.media.families import base, tensors
 from penstock_frontend.processing.media.families.base import FamilyProcessor, ProcessedItem, Replacement
 from penstock_frontend.processing.media.families.checkpoint import Checkpoint
@@ -113,11 +113,7 @@ class Qwen3ASR:
     def described(self, modality: Modality, data: Mapping[str, TensorData]) -> ProcessedItem:
         """Return the media item for tensors of the processor, or for embeddings."""
         del modality
-        if EMBEDS not in data:
-            tensors.check_names(data, (_FEATURES, _MASK))
-            return self._clips.item(data)
-        rows = tensors.num_embeds(data, least=1, most=self._clips.max_rows)
-        return ProcessedItem(modality="audio", data=dict(data), num_embeds=rows)
+        return self._clips.described(data)
 
     def max_tokens(self, modality: Modality) -> int:
         """Return the number of tokens that the longest audio clip has."""
