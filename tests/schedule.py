@@ -1,5 +1,7 @@
 """Distribution of test files to worker processes, also after a worker has died."""
 
+import contextlib
+
 import pytest
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
@@ -24,6 +26,11 @@ class FileScheduling(LoadFileScheduling):
             for other in self.assigned_work:
                 self._reschedule(other)
         return fatal
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        """Send the next file to a worker. If the worker has just ended, ``remove_node`` queues the file again."""
+        with contextlib.suppress(OSError):
+            super()._assign_work_unit(node)
 
     def _reschedule(self, node: WorkerController) -> None:
         if node not in self.registered_collections or node.shutting_down:

@@ -52,17 +52,18 @@ def gauges(registries: Iterable[tuple[str, CollectorRegistry]]) -> Gauges:
 
 class Engine(EngineServer):
     """Engine that computes only while ``open`` is set. A prompt of ``POISON`` tokens fails. ``adapters``: enables
-    ADAPTERS.
+    ADAPTERS. ``allowed`` is the number of steps that it finishes although ``open`` is not set.
     """
 
     def __init__(self, engine_id: str, coordinator: str, *, adapters: bool = False) -> None:
         self.open = threading.Event()
         self.open.set()
+        self.allowed = 0
         executor = FakeExecutor(
             vocab_size=VOCAB, fails=lambda step: any(new.num_prompt_tokens == POISON for new in step.new_requests)
         )
         executor.adapters = {path: LoadedLora(path.encode()[-16:], 8, ("q_proj",), 1024) for path in ADAPTERS.values()}
-        executor.on_execute = self.open.wait  # type: ignore[assignment]  # whatever it returns
+        executor.on_execute = self._wait
         config = msgspec.structs.replace(
             make_config(
                 num_blocks=64,
@@ -75,6 +76,12 @@ class Engine(EngineServer):
             coordinator=CoordinatorClientConfig(address=coordinator, stats_interval=0.02, reconnect_max=0.05),
         )
         super().__init__(config, executor)
+
+    def _wait(self) -> None:
+        if not self.open.is_set() and self.allowed > 0:
+            self.allowed -= 1
+            return
+        self.open.wait()
 
     def load(self) -> "Engine":
         super().load()
@@ -123,11 +130,6 @@ class System:
         """Number of requests in the queues of all engines."""
         return sum(engine.busy_loop.stats().num_waiting_reqs for engine in self.engines)
 
-    @property
-    def num_steps(self) -> int:
-        """Number of steps that engines have started."""
-        return sum(engine.executor.num_steps for engine in self.engines)  # type: ignore[attr-defined]
-
     def generate(self, **fields: Any) -> Any:
         return self.frontend.generate(**({"token_ids": PROMPT, "max_tokens": 8, "ignore_eos": True} | fields))
 
@@ -142,9 +144,10 @@ class System:
             await engines.call_utility("resume")
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Hold the engines during the block: they finish no step."""
+    def held(self, *, after: int = 0) -> Iterator[None]:
+        """Hold the engines during the block: each finishes at most ``after`` steps."""
         for engine in self.engines:
+            engine.allowed = after
             engine.open.clear()
         try:
             yield

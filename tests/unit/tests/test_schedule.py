@@ -3,8 +3,13 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from xdist.workermanage import WorkerController
+
+from tests.schedule import FileScheduling
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFTEST = """
@@ -46,3 +51,23 @@ def test_a_dead_worker_costs_one_test(tmp_path: Path, workers: int) -> None:
     )
     assert "2 failed, 6 passed" in run.stdout, run.stdout + run.stderr
     assert run.stdout.count("::test_fatal - worker") == 2
+
+
+class _Ended:
+    """Worker process that has ended. The controller does not know it yet."""
+
+    def send_runtest_some(self, indices: list[int]) -> None:
+        raise OSError(f"cannot send {len(indices)} tests")
+
+
+def test_a_file_sent_to_a_worker_that_has_just_ended_is_queued_again() -> None:
+    fatal, single = "test_fatal.py::test_fatal", "test_single.py::test_single"
+    config: Any = SimpleNamespace(getvalue=lambda name: ["popen"])
+    scheduling, ended = FileScheduling(config), cast(WorkerController, _Ended())
+    scheduling.assigned_work[ended] = {"test_fatal.py": {fatal: False}}
+    scheduling.registered_collections[ended] = [fatal, single]
+    scheduling.workqueue["test_single.py"] = {single: False}
+    scheduling._assign_work_unit(ended)
+    assert not scheduling.workqueue
+    assert scheduling.remove_node(ended) == fatal
+    assert dict(scheduling.workqueue) == {"test_single.py": {single: False}}

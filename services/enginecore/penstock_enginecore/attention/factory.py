@@ -14,10 +14,18 @@ TRITON = "triton"
 """Name of the backend with Triton kernels. The engine checks the kernels' results for each model before it uses them
 (``forward.cuda.attention``).
 """
+
+
+class _BesideTriton(ReferenceAttention):
+    """Backend for the layers without a Triton kernel. The kernels need full keys and values in the KV cache."""
+
+    keeps_latents = False
+
+
 _FACTORIES: dict[str, Callable[[], AttentionBackend]] = {
     "reference": ReferenceAttention,
     "cpu": CPUAttention,
-    TRITON: ReferenceAttention,
+    TRITON: _BesideTriton,
 }
 
 
