@@ -30,7 +30,9 @@ VIDEO_FAMILIES = (
     "gemma4_unified",
 )
 GEMMA4 = ("gemma4", "gemma4_unified")
-"""Families whose image processors pad the patches of an image. Of the second, transformers has no Pillow backend."""
+"""Families whose image processors pad the patches of an image."""
+WITHOUT_PILLOW = ("gemma4_unified", "llama4")
+"""Families of which transformers has no Pillow backend."""
 
 
 def image_tensors(
@@ -38,11 +40,13 @@ def image_tensors(
 ) -> Tensors:
     """Return the tensors of an image of ``size`` (width, height). ``raw``: pixels before rescaling and normalization."""
     make: Any = AutoImageProcessor
-    processor = make.from_pretrained(directory, backend="torchvision" if family == "gemma4_unified" else "pil")
+    processor = make.from_pretrained(directory, backend="torchvision" if family in WITHOUT_PILLOW else "pil")
     arguments = {**_ARGUMENTS.get(family, {}), **(_RAW if raw else {})}
     tensors = dict(processor(images=[make_image(*size, seed)], return_tensors="pt", **arguments))
     if raw:  # processors that cut out patches return them in float32
         tensors["pixel_values"] = tensors["pixel_values"].to(torch.uint8)
+    elif family == "llama4":  # its processor returns bfloat16
+        tensors["pixel_values"] = tensors["pixel_values"].float()
     if family in GEMMA4:
         return _without_padding(tensors)
     return tensors
@@ -98,12 +102,14 @@ def features(model: PreTrainedModel, modality: Modality, tensors: Mapping[str, t
     """Return the rows of ``get_*_features`` for normalized tensors. Each row is followed by the rows for deepstack
     layers.
     """
-    base: Any = model.model
     config: Any = model.config
+    base: Any = model if config.model_type == "llama4" else model.model
     if config.model_type == "qwen2_audio":
         return _heard(model, tensors)
     arguments = {
-        name: each for name, each in tensors.items() if name not in ("num_patches", "num_crops", "rows", "cols")
+        name: each
+        for name, each in tensors.items()
+        if name not in ("num_patches", "num_crops", "rows", "cols", "aspect_ratios")
     }
     if "pixel_values_videos" in tensors and config.model_type == "internvl":
         arguments = {"pixel_values": tensors["pixel_values_videos"].flatten(0, 1)}
@@ -117,6 +123,8 @@ def features(model: PreTrainedModel, modality: Modality, tensors: Mapping[str, t
         found = base.get_image_features(**arguments)
     else:
         found = getattr(base, f"get_{modality}_features")(**arguments)
+    if config.model_type == "llama4":
+        found.pooler_output = base.multi_modal_projector(found.last_hidden_state.flatten(0, 1))
     rows = found.pooler_output
     if config.model_type == "qwen3_omni_moe_thinker" and modality == "audio":  # no embeddings for the first layers
         rows = torch.nn.functional.pad(rows, (0, 2 * rows.shape[-1]))

@@ -18,6 +18,7 @@ from transformers.models.voxtral.processing_voxtral import VoxtralProcessor
 from penstock_common.types.media import MODALITIES, EmbedRun, MultiModalFeature, TensorData
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
+from tests.fakes.multimodal_items import WITHOUT_PILLOW
 
 Sound = npt.NDArray[np.float32]
 Frames = list[Image.Image]
@@ -93,8 +94,7 @@ class PromptMaker:
             self._tokens["video"] = self._tokens["image"]
         if self._marks["image"]:
             image_processors: Any = AutoImageProcessor
-            # transformers has no Pillow backend for Gemma 4 Unified
-            backend = "torchvision" if config.model_type == "gemma4_unified" else "pil"
+            backend = "torchvision" if config.model_type in WITHOUT_PILLOW else "pil"
             self._pixels = image_processors.from_pretrained(directory, backend=backend)
             self.processor.image_processor = self._pixels
 
@@ -151,7 +151,8 @@ class PromptMaker:
                 {"fps": 2.0, "total_num_frames": len(video), "frames_indices": [*range(len(video))]} for video in videos
             ]
             media |= {"videos": videos, "do_sample_frames": False, "video_metadata": metadata}
-        return dict(self.processor(text=[text], return_tensors="pt", **media))
+        found = dict(self.processor(text=[text], return_tensors="pt", **media))
+        return {name: each.float() if each.dtype == torch.bfloat16 else each for name, each in found.items()}
 
     def _data(self, item: Item) -> dict[str, TensorData]:
         """Return an item as a media worker does: alone, with pixels that are not normalized yet."""

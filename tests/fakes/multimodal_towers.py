@@ -209,6 +209,10 @@ _GLM_TEXT = {"model_type": "glm4v_text", **_TEXT, "rope_parameters": _HALF_SECTI
 _GLM_MOE_TEXT = {"model_type": "glm4v_moe_text", **_TEXT, **_GLM_MOE, "rope_parameters": _HALF_SECTIONS}
 _OCR_TEXT = {"model_type": "glm_ocr_text", **_TEXT, **_HEAD, "rope_parameters": _SECTIONS}
 
+_LLAMA4_TOKENS = (
+    *("<|image_start|>", "<|image_end|>", "<|image|>", "<|patch|>"),
+    *("<|tile_x_separator|>", "<|tile_y_separator|>"),
+)
 _PADDLE_TOKENS = ("<|IMAGE_START|>", "<|IMAGE_PLACEHOLDER|>", "<|IMAGE_END|>")
 
 DESCRIPTIONS: dict[str, dict[str, Any]] = {
@@ -232,6 +236,44 @@ DESCRIPTIONS: dict[str, dict[str, Any]] = {
         {"n_window_infer": 200, "downsample_hidden_size": 8},
         30,
     ),
+    "llama4": {
+        "config": {"model_type": "llama4", "image_token_id": "<|patch|>"},
+        "text": {
+            "model_type": "llama4_text",
+            **_TEXT,
+            **_HEAD,
+            "intermediate_size_mlp": 96,
+            "num_local_experts": 4,
+            "attention_chunk_size": 24,
+            "no_rope_layers": [1, 0],
+            "moe_layers": [1],
+        },
+        "tower": {
+            "hidden_size": 32,
+            "intermediate_size": 128,  # four patches, merged
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": 4 * PATCH,
+            "patch_size": PATCH,
+            "projector_input_dim": 48,
+            "projector_output_dim": 48,
+            "vision_output_dim": 48,
+        },
+        "files": {
+            "preprocessor_config.json": {
+                "image_processor_type": "Llama4ImageProcessor",
+                "processor_class": "Llama4Processor",
+                "size": {"height": 4 * PATCH, "width": 4 * PATCH},
+                "max_patches": 4,
+                "image_mean": [0.5, 0.5, 0.5],
+                "image_std": [0.5, 0.5, 0.5],
+                "resample": 2,
+            },
+            "processor_config.json": {"patch_size": PATCH, "processor_class": "Llama4Processor"},
+        },
+        "tokens": _LLAMA4_TOKENS,
+        "marks": {"image": "<|image|>"},
+    },
     "paddleocr_vl": {
         "config": {
             "model_type": "paddleocr_vl",

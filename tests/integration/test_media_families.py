@@ -16,6 +16,7 @@ from transformers.models.smolvlm import processing_smolvlm
 from transformers.video_utils import VideoMetadata
 
 from penstock_local import LLM
+from tests.fakes.multimodal_items import WITHOUT_PILLOW
 from tests.fakes.multimodal_models import IMAGE_FAMILIES, SIDE, make_image, make_sound, save_multimodal_model
 
 pytestmark = pytest.mark.slow
@@ -41,19 +42,20 @@ def processor_of(folder: Path) -> Any:
         smolvlm.num2words = str  # writes numbers of video frames as words, which these tests do not need
     load: Any = AutoProcessor.from_pretrained
     processor, load = load(folder), AutoImageProcessor.from_pretrained
-    # transformers has no Pillow backend for Gemma 4 Unified
-    processor.image_processor = load(folder, backend="torchvision" if is_unified(folder) else "pil")
+    processor.image_processor = load(folder, backend="torchvision" if type_of(folder) in WITHOUT_PILLOW else "pil")
     return processor
 
 
-def is_unified(folder: Path) -> bool:
+def type_of(folder: Path) -> str:
     config: Any = AutoConfig.from_pretrained(folder)
-    return bool(config.model_type == "gemma4_unified")
+    return str(config.model_type)
 
 
 def generated(model: Any, inputs: Any) -> list[int]:
+    # Llama 4's processor returns pixels in bfloat16.
+    given = {name: each.float() if each.dtype == torch.bfloat16 else each for name, each in inputs.items()}
     with torch.no_grad():
-        found = model.generate(**inputs, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
+        found = model.generate(**given, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
     return [int(token) for token in found[0, inputs["input_ids"].shape[1] :]]
 
 

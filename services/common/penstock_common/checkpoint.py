@@ -23,6 +23,7 @@ WITH_TOWERS = (
     "gemma4_unified",
     "idefics3",
     "internvl",
+    "llama4",
     "llava",
     "llava_next",
     "llava_onevision",

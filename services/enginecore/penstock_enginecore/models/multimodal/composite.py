@@ -44,6 +44,7 @@ _FAMILIES = {
     "gemma4_unified": ("gemma4", "Gemma4Unified"),
     "idefics3": ("tiles", "Idefics3"),
     "internvl": ("tiles", "InternVL"),
+    "llama4": ("llama4", "Llama4"),
     "llava": ("llava", "Llava"),
     "llava_next": ("llava", "LlavaNext"),
     "llava_onevision": ("llava", "LlavaOneVision"),

@@ -172,7 +172,7 @@ def test_text_that_media_layers_belong_to_is_refused_with_the_reason(kind: str, 
 _UNKNOWN = "its media encoders are not supported; supported model types are aya_vision, "
 
 
-@pytest.mark.parametrize("kind", ["cohere2_vision", "kimi_k25", "llama4", "step3p7"])
+@pytest.mark.parametrize("kind", ["cohere2_vision", "kimi_k25", "step3p7"])
 def test_unknown_encoders_are_refused_with_the_settings_that_serve_text(kind: str) -> None:
     config = AutoConfig.for_model(kind)
     with pytest.raises(ModelLoadError, match=rf"{kind} is not supported: {_UNKNOWN}.* use --no-media .*enabled: false"):

@@ -136,6 +136,7 @@ _FAMILIES: Mapping[str, str] = {
     "llava_next": "llava:LlavaNext",
     "llava_onevision": "llava:LlavaOnevision",
     "internvl": "tiles:InternVL",
+    "llama4": "llama4:Llama4",
     "aya_vision": "tiles:AyaVision",
     "mistral3": "pixtral:Pixtral",
     "idefics3": "tiles:Idefics3",

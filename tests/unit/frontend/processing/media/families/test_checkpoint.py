@@ -35,7 +35,7 @@ def test_a_model_without_a_tower_has_no_family(tmp_path: Path, config: dict[str,
     [
         ("mllama", "attends to images in separate cross-attention layers"),
         ("paligemma", "prompts use bidirectional attention"),
-        ("llama4", "supported model types are llava, .*; to serve its text model alone, use --no-media"),
+        ("kimi_k25", "supported model types are llava, .*; to serve its text model alone, use --no-media"),
     ],
 )
 def test_a_model_whose_media_are_not_served_is_refused_by_name(tmp_path: Path, model_type: str, why: str) -> None:
@@ -50,8 +50,8 @@ def test_a_model_whose_media_are_not_served_is_refused_by_name(tmp_path: Path, m
         ({"model_type": "llama"}, ""),
         ({"model_type": "llava", "vision_config": {"model_type": "x"}}, "media are disabled (media.enabled is false)"),
         (
-            {"model_type": "llama4", "vision_config": {"model_type": "x"}},
-            "the media encoders of llama4 models are not supported",
+            {"model_type": "kimi_k25", "vision_config": {"model_type": "x"}},
+            "the media encoders of kimi_k25 models are not supported",
         ),
         (
             {"model_type": "unknown_omni", "thinker_config": {"model_type": "x"}},

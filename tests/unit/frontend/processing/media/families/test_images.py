@@ -26,6 +26,7 @@ from penstock_frontend.processing.media.families.checkpoint import load_family
 from penstock_frontend.processing.media.families.tensors import to_array
 from penstock_frontend.processing.prompts.input import InputProcessor
 from penstock_frontend.processing.prompts.tokenizer import load_model_files
+from tests.fakes.multimodal_items import WITHOUT_PILLOW
 from tests.fakes.multimodal_models import IMAGE_FAMILIES, make_image, save_multimodal_model
 from tests.fakes.prepared_media import InProcessPreparer, image_part
 
@@ -49,6 +50,7 @@ TOGETHER = {
     "internvl",
     "aya_vision",
     "gemma3",
+    "llama4",
     *("glm4v", "glm46v", "qwen2_5_omni", "qwen3_omni_moe", "paddleocr_vl"),
 }
 """Have patches or tiles of all images in the first dimension."""
@@ -80,8 +82,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         theirs_of_smolvlm.num2words = str  # counts frames of videos, which are not looked at here
     load: Any = AutoProcessor.from_pretrained
     theirs, load = load(folder), AutoImageProcessor.from_pretrained
-    # transformers has no Pillow backend for Gemma 4 Unified
-    theirs.image_processor = load(folder, backend="torchvision" if name == "gemma4_unified" else "pil")
+    theirs.image_processor = load(folder, backend="torchvision" if name in WITHOUT_PILLOW else "pil")
     return Model(name, folder, family, family.make_processor()(), theirs)
 
 
@@ -136,6 +137,8 @@ def check_places(model: Model, request: EngineCoreRequest, count: int) -> None:
     """Rows stand at the model's own image tokens, and all of them have rows."""
     named = model.theirs.tokenizer if model.name in ("gemma3", *GEMMA4) else model.theirs
     token = named.image_token_id
+    if model.name == "llama4":  # its image token stands before the whole image
+        token = named.tokenizer.convert_tokens_to_ids(named.img_patch_token)
     places: list[int] = []
     for feature in request.mm_features:
         runs = feature.embed_runs or ()
@@ -184,7 +187,7 @@ def same(model: Model, found: npt.NDArray[Any], theirs: npt.NDArray[Any]) -> boo
         padding = theirs[:, found.shape[1] :]
         theirs = theirs[:, : found.shape[1]]
         assert ((padding == 0) | (padding == -1)).all()
-    if model.name == "gemma4_unified":
+    if model.name in WITHOUT_PILLOW:
         differences = np.abs(found - theirs.astype(np.int64))
         return (
             bool(differences.max() <= 2 and (differences > 1).mean() < 0.001)
