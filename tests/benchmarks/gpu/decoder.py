@@ -41,19 +41,21 @@ class Decoder:
         """Return the names of the kernels, for the record of the build."""
         return {"computing": self._computing}
 
-    def step(self, batch: ForwardBatch, rows: IntArray, *, per_stream: int | None = 1) -> Step:
+    def step(
+        self, batch: ForwardBatch, rows: IntArray, *, per_stream: int | None = 1, settings: DrawSettings | None = None
+    ) -> Step:
         """Return a function that runs the step.
 
         On a GPU that chooses tokens, the step works as in an engine. The first of ``per_stream`` tokens of each stream
         comes from the device. The next tokens are chosen there and copied to page-locked memory. ``per_stream`` is None
-        for a prompt.
+        for a prompt. ``settings`` are the sampling parameters; the default is greedy sampling.
         """
         launcher = self._launcher
         if launcher is None:
             return lambda: self.forward.run(batch, rows)
         count = len(rows)
         none: IntArray = np.zeros(count, dtype=np.int64)
-        draws = PlainDraws.of(DrawSettings.off(count), none.astype(np.uint64), none)
+        draws = PlainDraws.of(settings or DrawSettings.off(count), none.astype(np.uint64), none)
         kept: IntArray = np.arange(count)
         newest = self._newest.room_for(kept)
         firsts: IntArray = np.arange(0, len(batch.token_ids), per_stream or 1)

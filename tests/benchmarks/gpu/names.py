@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tests.benchmarks.gpu.shapes import Ceilings, DecodeRow, ModelShape, Plan
 from tests.device.records import Results
@@ -22,6 +23,38 @@ def verify(row: DecodeRow, tokens: int) -> str:
 def launched(row: DecodeRow) -> str:
     """Return the name of a decode step without graphs."""
     return f"launched {row.streams} x {row.context}"
+
+
+class Filters(NamedTuple):
+    """Sampling parameters of all rows of a step."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
+FILTERS = {
+    "greedy": Filters(temperature=0.0),
+    "temperature": Filters(),
+    "top_p": Filters(top_p=0.95),
+    "top_k": Filters(top_k=20),
+    "top_p and top_k": Filters(top_p=0.95, top_k=20),
+    "min_p": Filters(min_p=0.1),
+}
+"""Measured combinations of filters, by name."""
+FILTERED = "top_p and top_k"
+"""The combination that the generation settings of most models have."""
+
+
+def sampled(rows: int, case: str) -> str:
+    """Return the name of a measurement of the sampler alone."""
+    return f"{rows} rows, {case}"
+
+
+def filtered(row: DecodeRow) -> str:
+    """Return the name of a decode step with ``FILTERED``."""
+    return f"{FILTERED} {row.streams} x {row.context}"
 
 
 def idle_row(plan: Plan) -> DecodeRow:

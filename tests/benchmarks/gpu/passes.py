@@ -13,6 +13,7 @@ from tests.benchmarks.gpu import machine, names
 from tests.benchmarks.gpu.batches import blocks, decode_batch, prefill_batch, prefill_blocks, verify_batch
 from tests.benchmarks.gpu.decoder import ROUNDS, Decoder, cache, decoder
 from tests.benchmarks.gpu.plans import plan_of
+from tests.benchmarks.gpu.sampling import draw_settings
 from tests.benchmarks.gpu.shapes import DecodeRow, Prefill
 from tests.device.phases import Row, Settings, Stage
 
@@ -33,6 +34,7 @@ def stages(settings: Settings) -> list[Stage]:
     if not settings.cpu:
         rows.append(Row(names.IDLE, partial(_idle, row=names.idle_row(plan))))
         rows += [Row(names.launched(row), partial(_launched, row=row)) for row in names.launched_rows(plan)]
+        rows += [Row(names.filtered(row), partial(_filtered, row=row)) for row in names.launched_rows(plan)]
     return [Stage("model", rows, partial(decoder, plan, device), BUILD_LIMIT)]
 
 
@@ -68,6 +70,14 @@ def _launched(model: Decoder, row: DecodeRow) -> dict[str, Any]:
     step = model.step(*decode_batch(model.plan, row))
     with model.launched(), cache(model.forward, blocks(row)):
         return model.timed(step, replays=False)
+
+
+@torch.inference_mode()
+def _filtered(model: Decoder, row: DecodeRow) -> dict[str, Any]:
+    """Return the milliseconds of a decode step in which every stream has filters."""
+    step = model.step(*decode_batch(model.plan, row), settings=draw_settings(row.streams, names.FILTERED))
+    with cache(model.forward, blocks(row)):
+        return model.timed(step)
 
 
 @torch.inference_mode()

@@ -50,12 +50,14 @@ def lines(plan: Plan, results: Results) -> Iterator[str]:
     yield from table.prefill()
     yield from table.verify()
     yield from table.launched()
+    yield from table.sampling()
     yield from table.attention()
     yield from table.invariant()
     yield from table.adapted()
     yield from table.updates()
     yield from table.served()
     yield ""
+    yield _start(results)
     yield f"Device idle while decoding: {_idle(results)}."
     yield from _failures(results)
 
@@ -124,6 +126,23 @@ class Tables:
                 (row.streams, row.context, _ms(found), _share(self._step_floor(row), found), _times(found, usual))
             )
         yield from _table("without graphs, streams | context | ms | of the floor | beside graphs", rows)
+
+    def sampling(self) -> Iterator[str]:
+        """Yield the table of the sampler alone, and of decode steps with filters, compared with greedy steps."""
+        rows: list[Line] = []
+        for count in self._plan.sampled:
+            greedy = self._ms("sampling", names.sampled(count, "greedy"))
+            for case in names.FILTERS:
+                found = self._results.get("sampling", names.sampled(count, case))
+                ms = None if found is None else found["ms"]
+                differing = UNMEASURED if found is None else found["differing"]
+                rows.append((case, count, _ms(ms), _times(ms, greedy), differing))
+        yield from _table("sampler alone | rows | ms | beside greedy | tokens unlike the CPU's", rows)
+        steps: list[Line] = []
+        for row in names.launched_rows(self._plan):
+            found_ms = self._ms("passes", names.filtered(row))
+            steps.append((row.streams, row.context, _ms(found_ms), _times(found_ms, self._ms("passes", row.name))))
+        yield from _table(f"decode with {names.FILTERED}, streams | context | ms | beside greedy", steps)
 
     def attention(self) -> Iterator[str]:
         """Yield the table of one layer's attention."""
@@ -216,6 +235,17 @@ def _idle(results: Results) -> str:
     if found is None:
         return UNMEASURED
     return f"{found['idle']:.1%} at {found['streams']} streams, {found['launches']:.0f} launches a step"
+
+
+def _start(results: Results) -> str:
+    found = results.get("checkpoint", "start")
+    if found is None:
+        return f"Start from files: {UNMEASURED}."
+    share = "" if "unused_share" not in found else f", {found['unused_share']:.1%} of its size are unused"
+    return (
+        f"Start from files: {found['s']:.0f} s, KV cache of {found['kv_cache_bytes'] / 2**30:.2f} GiB{share}, "
+        f"{found['captured_while_serving']} graphs captured while serving."
+    )
 
 
 def _failures(results: Results) -> Iterator[str]:

@@ -111,6 +111,8 @@ class Plan:
     verify: tuple[DecodeRow, ...] = ()
     """Steps in which each stream has several tokens, for each number in ``verified``."""
     verified: tuple[int, ...] = (1, 2, 5, 8, 12)
+    sampled: tuple[int, ...] = (1, 64, 256)
+    """Numbers of rows of logits for which the sampler is measured alone."""
     adapted: tuple[DecodeRow, ...] = ()
     """Steps whose streams have adapters, for each number in ``adapters`` and each rank in ``ranks``."""
     adapters: tuple[int, ...] = (1, 8)
@@ -158,6 +160,7 @@ SMOKE = Plan(
     input_len=32,
     verify=(DecodeRow(1, 64), DecodeRow(2, 64)),
     verified=(1, 5),
+    sampled=(4,),
     adapted=(DecodeRow(4, 64),),
     adapters=(2,),
     ranks=(4,),
