@@ -6,20 +6,25 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 
-from tests.compiled import adapters, attention, experts, invariant, latent, products, states
+from tests.compiled import adapters, attention, experts, invariant, latent, products, sampling, states
 from tests.compiled.kernel import Kernel, Usage, compile_kernel
 
-ROOMS = (attention, latent, products, experts, invariant, adapters, states)
+ROOMS = (attention, latent, products, experts, invariant, adapters, states, sampling)
 ALL: tuple[Callable[[], Iterator[Kernel]], ...] = tuple(room.kernels for room in ROOMS)
 GATE: tuple[Callable[[], Iterator[Kernel]], ...] = tuple(room.gate for room in ROOMS)
 """Functions that yield kernels, one for each module of this folder. A new module must be added here."""
 
-HEAD = "| kernel | warps | stages | registers | shared memory | spills | fault |\n|---|---|---|---|---|---|---|"
+HEAD = """\
+| kernel | warps | stages | registers | shared memory | spills | instructions | per number | fault |
+|---|---|---|---|---|---|---|---|---|"""
 
 
 def row(kernel: Kernel, usage: Usage) -> str:
     """Return a row of the table."""
-    cells = (kernel.name, kernel.warps, kernel.stages, usage.registers, usage.shared, usage.stack + usage.local)
+    spills = usage.stack + usage.local
+    cells: list[object] = [kernel.name, kernel.warps, kernel.stages, usage.registers, usage.shared, spills]
+    per_number = kernel.per_number(usage.instructions)
+    cells += [usage.instructions, "" if per_number is None else f"{per_number:.0f}"]
     return "| " + " | ".join(map(str, cells)) + f" | {'; '.join(usage.faults) or 'none'} |"
 
 

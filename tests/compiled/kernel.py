@@ -16,6 +16,8 @@ SM_90 = 90
 """Compute capability 9.0: H100 and H200."""
 MAX_SHARED = 227 * 1024
 """Maximum bytes of shared memory of a program."""
+_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s", re.MULTILINE)
+_PADDING = re.compile(r"\*/\s+NOP\b")
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -28,6 +30,7 @@ class Kernel:
             Names that the kernel does not have are ignored.
         aligned: Arguments whose value or address is a multiple of 16, as the launcher guarantees.
         must_have: PTX instructions that the compiled kernel must contain.
+        numbers: How many numbers a program reads, if the kernel has no loop, otherwise 0.
     """
 
     name: str
@@ -38,6 +41,16 @@ class Kernel:
     warps: int = 4
     stages: int = 3
     must_have: tuple[str, ...] = ()
+    numbers: int = 0
+
+    def per_number(self, instructions: int) -> float | None:
+        """Return how often a thread executes an instruction for each number that a program reads, or None for kernels
+        with loops.
+
+        Args:
+            instructions: Instructions of the kernel. All branches count, so the result is an upper bound.
+        """
+        return instructions * 32 * self.warps / self.numbers if self.numbers else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +63,7 @@ class Usage:
         stack: Bytes of stack per thread, which spilled registers use.
         local: Bytes of local memory per thread.
         missing: Required instructions that the kernel lacks.
+        instructions: Machine instructions (SASS) of the kernel, without padding.
     """
 
     registers: int
@@ -57,6 +71,7 @@ class Usage:
     stack: int
     local: int
     missing: tuple[str, ...]
+    instructions: int = 0
 
     @property
     def faults(self) -> list[str]:
@@ -89,15 +104,18 @@ def compile_kernel(kernel: Kernel) -> Usage:
     compiled = triton.compile(source, target=GPUTarget("cuda", SM_90, 32), options=options)
     text = compiled.asm["ptx"]
     missing = tuple(instruction for instruction in kernel.must_have if instruction not in text)
-    numbers = _resources(compiled.asm["cubin"])
-    return Usage(numbers["REG"], compiled.metadata.shared, numbers["STACK"], numbers["LOCAL"], missing)
+    told = _dumped(compiled.asm["cubin"])
+    numbers = {name: int(number) for name, number in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", told)}
+    instructions = len(_INSTRUCTION.findall(told)) - len(_PADDING.findall(told))
+    return Usage(numbers["REG"], compiled.metadata.shared, numbers["STACK"], numbers["LOCAL"], missing, instructions)
 
 
-def _resources(cubin: bytes) -> dict[str, int]:
+def _dumped(cubin: bytes) -> str:
+    """Return the resources and the machine instructions of ``cubin``, as text."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        told = subprocess.run(
-            [_TOOLS / "cuobjdump", "--dump-resource-usage", file.name], check=True, capture_output=True, text=True
-        ).stdout
-    return {name: int(number) for name, number in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", told)}
+        return "".join(
+            subprocess.run([_TOOLS / "cuobjdump", option, file.name], check=True, capture_output=True, text=True).stdout
+            for option in ("--dump-resource-usage", "--dump-sass")
+        )

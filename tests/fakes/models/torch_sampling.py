@@ -36,7 +36,7 @@ class TorchSampling:
         distance = (peaks[:, None] - value) / draws.temperature[:, None]
         weight = torch.exp(-distance.double()).float().double()
         if filtered:
-            weight[distance > _limits(distance, weight, draws)[:, None]] = 0.0
+            weight[distance > limits_of(distance, weight, draws)[:, None]] = 0.0
         cumulative = weight.cumsum(dim=1)
         total = cumulative[:, -1]
         number = uniforms(draws.seeds.numpy().view(np.uint64), draws.output_indices.numpy())
@@ -46,7 +46,7 @@ class TorchSampling:
         token_ids.copy_(torch.where(drawn, chosen, token_ids))
 
 
-def _limits(distance: torch.Tensor, weight: torch.Tensor, draws: Draws) -> torch.Tensor:
+def limits_of(distance: torch.Tensor, weight: torch.Tensor, draws: Draws) -> torch.Tensor:
     """Return, for each row, the distance up to which its filters keep tokens."""
     limits = draws.max_distance.clone()
     for row, (top_k, top_p) in enumerate(zip(draws.top_k.tolist(), draws.top_p.tolist(), strict=True)):

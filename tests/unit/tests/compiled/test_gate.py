@@ -1,6 +1,7 @@
 """The usual kernels, compiled for a GPU, pass the gate; the gate finds defects of a kernel."""
 
 import os
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -39,6 +40,8 @@ def test_the_usual_configurations_have_no_fault() -> None:
     done = run("-m", "tests.compiled", "--gate")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("| none |") >= 5
+    # A kernel without loops, with its instructions, and how many of them run for each logit.
+    assert re.search(r"\| tallies, bf16 \|.*\| \d{4} \| \d{2,3} \| none \|", done.stdout), done.stdout
 
 
 def test_missing_alignment_and_spills_and_too_much_memory_are_faults_of_a_kernel() -> None:

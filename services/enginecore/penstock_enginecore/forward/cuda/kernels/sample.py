@@ -6,11 +6,12 @@ of logits. A distance is the peak (the largest logit of the row) minus the logit
 row gets the first token with the largest logit, and NaN counts as largest. Distances are rounded to float32 in the same
 two places. Therefore min_p and top_k keep the same tokens as on a CPU, including ties.
 
-Other values are equal up to rounding. The weight of a token is exp(-distance) in float64, rounded to float32. The
-result of exp on a CPU may differ in the last digit. Sums of weights are float64, but in another order than on a CPU. If
-a boundary of the cumulative distribution is within about 1e-7 of the target, top_p may keep one token more or less, and
-the sampled token may differ. Tokens of weight 0 are never sampled. The order of sums is fixed, so the same inputs
-always give the same token.
+Other values are equal up to rounding. To draw a token, its weight is exp(-distance) in float64, rounded to float32. For
+top_p, its weight is a multiple of a power of two, with about the precision of float32. The result of exp on a CPU may
+differ in the last digit. Sums of weights are float64 or integers, and a CPU adds in another order. If a boundary of the
+cumulative distribution is within about 1e-7 of the target, top_p may keep one token more or less, and the sampled token
+may differ. Tokens of weight 0 are never sampled. Sums of float64 have a fixed order, so the same inputs always give the
+same token.
 """
 
 import torch
@@ -18,6 +19,7 @@ import triton
 import triton.language as tl
 
 from penstock_enginecore.forward.cuda.kernel_api import Draws
+from penstock_enginecore.forward.cuda.kernels.filters import RowFilters, clear, distances, is_drawn
 
 _PART = 4096
 """Maximum number of logits that one program reads when it finds peaks or sums weights."""
@@ -25,8 +27,6 @@ _SUMMED = 256
 """Number of tokens in a block. Sampling first finds the block by the blocks' sums of weights, then the token in the
 block.
 """
-_FILTERED = 1024
-"""Number of logits that a program that applies filters reads at a time."""
 
 
 class TokenSampler:
@@ -42,7 +42,7 @@ class TokenSampler:
         self._part_peaks = torch.empty(max_rows, self._parts, dtype=torch.float32, device=device)
         self._part_columns = torch.empty(max_rows, self._parts, dtype=torch.int32, device=device)
         self._part_nans = torch.empty(max_rows, self._parts, dtype=torch.int32, device=device)
-        self._limits = torch.empty(max_rows, dtype=torch.float32, device=device)
+        self._filters = RowFilters(max_rows, vocab, self._part, device)
         self._sums = torch.empty(max_rows, self._blocks, dtype=torch.float64, device=device)
 
     def sample(
@@ -56,7 +56,7 @@ class TokenSampler:
         filtered: bool,
     ) -> None:
         """Sample a token from each row of ``logits``. Greedy sampling needs two kernel launches, random sampling four,
-        and random sampling with filters five.
+        and random sampling with filters eight.
 
         Args:
             logits: ``[rows, vocab]``, contiguous, of any float dtype.
@@ -71,8 +71,8 @@ class TokenSampler:
             ValueError: Shapes are not supported, or there are more than ``max_rows`` rows.
         """
         rows = len(logits)
-        if logits.shape[1:] != (self._vocab,) or rows > len(self._limits) or not logits.is_contiguous():
-            room = f"{len(self._limits)} contiguous rows of {self._vocab}"
+        if logits.shape[1:] != (self._vocab,) or rows > len(self._part_peaks) or not logits.is_contiguous():
+            room = f"{len(self._part_peaks)} contiguous rows of {self._vocab}"
             raise ValueError(f"logits have shape {list(logits.shape)}; there is memory for {room}")
         if not token_ids.shape == peaks.shape == num_nans.shape == (rows,):
             shapes = f"{list(token_ids.shape)} tokens, {list(peaks.shape)} peaks and {list(num_nans.shape)} counts"
@@ -81,7 +81,10 @@ class TokenSampler:
             return
         of_parts = (self._part_peaks, self._part_columns, self._part_nans)
         _peaks[(rows, self._parts)](logits, *of_parts, self._vocab, PART=self._part, num_warps=8)
-        _settle[(rows,)](*of_parts, peaks, token_ids, num_nans, self._parts, PARTS=triton.next_power_of_2(self._parts))
+        _settle[(rows,)](
+            *of_parts, peaks, token_ids, num_nans, self._filters.tallies, self._parts,
+            PARTS=triton.next_power_of_2(self._parts),
+        )  # fmt: skip
         if draws is not None:
             self._draw(logits, draws, token_ids, peaks, filtered=filtered)
 
@@ -91,12 +94,8 @@ class TokenSampler:
         """Sample the tokens of rows whose temperature is not 0, and overwrite the greedy tokens of these rows."""
         rows = len(logits)
         if filtered:
-            of_filters = (draws.max_distance, draws.top_k, draws.top_p)
-            _limit[(rows,)](
-                logits, peaks, draws.temperature, *of_filters, self._limits, self._vocab,
-                BLOCK=min(_FILTERED, self._part), num_warps=8,
-            )  # fmt: skip
-        of_row = (peaks, draws.temperature, self._limits)
+            self._filters.launch(logits, peaks, draws)
+        of_row = (peaks, draws.temperature, self._filters.limits)
         _sum[(rows, self._parts)](
             logits, *of_row, self._sums, self._vocab, self._blocks,
             FILTERED=filtered, PART=self._part, SUMMED=_SUMMED, num_warps=8,
@@ -134,9 +133,9 @@ def _peaks(logits, part_peaks, part_columns, part_nans, vocab, PART: tl.constexp
 
 
 @triton.jit
-def _settle(part_peaks, part_columns, part_nans, peaks, token_ids, num_nans, parts, PARTS: tl.constexpr):
+def _settle(part_peaks, part_columns, part_nans, peaks, token_ids, num_nans, tallies, parts, PARTS: tl.constexpr):
     """Compute the largest logit (peak) of a row from the peaks of the row's parts. The column of the peak is the greedy
-    token.
+    token. Set the row's tallies of filters to 0.
     """
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, PARTS)
@@ -147,20 +146,7 @@ def _settle(part_peaks, part_columns, part_nans, peaks, token_ids, num_nans, par
     tl.store(token_ids + row, tl.load(part_columns + row * parts + part))
     nans = tl.load(part_nans + row * parts + index, mask=inside, other=0)
     tl.store(num_nans + row, tl.sum(nans, axis=0) + (peak == -float("inf")).to(tl.int32))
-
-
-@triton.jit
-def _is_drawn(peak, temperature):
-    return (temperature > 0) & (tl.abs(peak) < float("inf"))
-
-
-@triton.jit
-def _distances(logits, columns, inside, peak, temperature):
-    """Return the distances between the peak and the logits, divided by the temperature, and infinity for columns
-    outside of the row. The subtraction and the division round as IEEE 754 requires, as on a CPU.
-    """
-    value = tl.load(logits + columns, mask=inside, other=-float("inf")).to(tl.float32)
-    return tl.div_rn(peak - value, tl.zeros_like(value) + temperature)
+    clear(tallies, row)
 
 
 @triton.jit
@@ -169,65 +155,8 @@ def _weights(distance):
 
 
 @triton.jit
-def _least_within(logits, peak, temperature, wanted, vocab, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the smallest distance such that the tokens within this distance have a total weight, or a number, of at
-    least ``wanted``.
-
-    If rounding keeps every sum below ``wanted``, return the largest distance of a token whose weight is not 0.
-    Non-negative floats have the same order as their bits. Therefore the search determines four bits of the result at a
-    time, highest bits first. Each round sums over the tokens whose distances begin with the known bits.
-    """
-    settled = tl.zeros((), tl.int32)
-    before = tl.zeros((), tl.float64)
-    digits = tl.arange(0, 16)
-    for level in range(8):
-        shift = 28 - 4 * level
-        sums = tl.zeros((16,), tl.float64)
-        for start in range(0, vocab, BLOCK):
-            columns = start + tl.arange(0, BLOCK)
-            inside = columns < vocab
-            distance = _distances(logits, columns, inside, peak, temperature)
-            key = distance.to(tl.int32, bitcast=True)
-            weight = _weights(distance) if BY_WEIGHT else tl.full((BLOCK,), 1.0, tl.float64)
-            same = inside & ((key >> shift >> 4) == settled)
-            here = same[None, :] & (((key >> shift) & 15)[None, :] == digits[:, None])
-            sums += tl.sum(tl.where(here, weight[None, :], 0.0), axis=1)
-        covered = before + tl.cumsum(sums, axis=0)
-        reached = tl.min(tl.where((covered >= wanted) & (sums > 0), digits, 16), axis=0)
-        last = tl.max(tl.where(sums > 0, digits, 0), axis=0)
-        digit = tl.where(reached < 16, reached, last)
-        before = before + tl.sum(tl.where(digits < digit, sums, 0.0), axis=0)
-        settled = (settled << 4) | digit
-    return settled.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _limit(logits, peaks, temperatures, max_distances, top_ks, top_ps, limits, vocab, BLOCK: tl.constexpr):
-    """Compute the largest distance at which a row's tokens pass the row's filters: min_p, then top_k, then top_p of the
-    remaining tokens.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    peak, temperature = tl.load(peaks + row), tl.load(temperatures + row)
-    limit = tl.load(max_distances + row)
-    top_k, top_p = tl.load(top_ks + row), tl.load(top_ps + row)
-    if not _is_drawn(peak, temperature):
-        return
-    of_row = logits + row * vocab
-    if (top_k > 0) & (top_k < vocab):
-        limit = tl.minimum(limit, _least_within(of_row, peak, temperature, top_k.to(tl.float64), vocab, False, BLOCK))
-    if top_p < 1:
-        mass = tl.zeros((), tl.float64)
-        for start in range(0, vocab, BLOCK):
-            columns = start + tl.arange(0, BLOCK)
-            distance = _distances(of_row, columns, columns < vocab, peak, temperature)
-            mass += tl.sum(tl.where(distance <= limit, _weights(distance), 0.0), axis=0)
-        limit = tl.minimum(limit, _least_within(of_row, peak, temperature, top_p * mass, vocab, True, BLOCK))
-    tl.store(limits + row, limit)
-
-
-@triton.jit
 def _kept_weights(logits, columns, inside, peak, temperature, limit, FILTERED: tl.constexpr):
-    distance = _distances(logits, columns, inside, peak, temperature)
+    distance = distances(logits, columns, inside, peak, temperature)
     weight = _weights(distance)
     if FILTERED:
         weight = tl.where(distance <= limit, weight, 0.0)
@@ -242,7 +171,7 @@ def _sum(
     """Compute the sum of weights of each block of ``SUMMED`` tokens."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     peak, temperature = tl.load(peaks + row), tl.load(temperatures + row)
-    if not _is_drawn(peak, temperature):
+    if not is_drawn(peak, temperature):
         return
     limit = tl.load(limits + row) if FILTERED else 0.0
     columns = part * PART + tl.arange(0, PART)
@@ -263,7 +192,7 @@ def _draw(
     """
     row = tl.program_id(0).to(tl.int64)
     peak, temperature = tl.load(peaks + row), tl.load(temperatures + row)
-    if not _is_drawn(peak, temperature):
+    if not is_drawn(peak, temperature):
         return
     index = tl.arange(0, BLOCKS)
     of_blocks = tl.load(sums + row * blocks + index, mask=index < blocks, other=0.0)

@@ -1,5 +1,6 @@
 """Tokens chosen by kernels against those of the CPU's sampler."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -203,6 +204,30 @@ def test_random_numbers_are_the_cpus_bit_for_bit() -> None:
     settings.seeds[0], settings.indices[1] = 2**64 - 1, 2**63 - 1
     tokens = by_kernels(torch.zeros(1, vocab).expand(rows, -1).contiguous(), settings)
     assert tokens.tolist() == (settings.inputs().uniforms * vocab).astype(np.int64).tolist()
+
+
+@pytest.mark.parametrize(("filtered", "expected"), [(None, 2), (False, 4), (True, 8)])
+def test_a_step_has_few_launches(filtered: bool | None, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A captured step has these launches, whatever its requests need. ``filtered``: None for greedy sampling."""
+    launched = []
+
+    class Counted:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __getitem__(self, grid: object) -> Callable[..., None]:
+            return lambda *_, **__: launched.append(self.name)
+
+    for module in (sample, interpreted("filters")):
+        for name in ("_peaks", "_settle", "_sum", "_draw", "_tally", "_refine", "_gather", "_finish"):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, Counted(name))
+    settings = Settings.of(2)
+    vectors = torch.zeros(3, 2)
+    draws = None if filtered is None else settings.draws()
+    sampler = sample.TokenSampler(2, 9000, CPU)
+    sampler.sample(torch.zeros(2, 9000), draws, vectors[0].int(), vectors[1], vectors[2].int(), filtered=bool(filtered))
+    assert len(launched) == len(set(launched)) == expected
 
 
 def test_other_shapes_are_refused() -> None:
