@@ -17,32 +17,10 @@ import numpy as np
 import torch
 
 from penstock_enginecore.kv_transfer.core.base import BlockFacts, Copy
-from penstock_enginecore.worker.device_thread import DeviceThread
+from penstock_enginecore.kv_transfer.host_memory import HostMemory
+from penstock_enginecore.worker.device_thread import DeviceThread, use_device
 from penstock_enginecore.worker.failures import Failure
 from penstock_enginecore.worker.messages import Copied, CopyBlocks, encode
-
-_TOUCHED = 64 << 20
-"""Number of bytes of new host memory that one call fills with zeros."""
-
-
-class HostMemory:
-    """Host memory for blocks: uint8 ``[num_slots, slot_bytes]``. All memory pages are allocated at creation, so copies
-    never wait for page faults.
-
-    ``pinned`` makes the memory page-locked, for copies between host and device. Raises MemoryError if there is too
-    little memory.
-    """
-
-    def __init__(self, num_slots: int, slot_bytes: int, *, pinned: bool) -> None:
-        try:
-            self.slots = torch.empty(num_slots, slot_bytes, dtype=torch.uint8, pin_memory=pinned)
-        except RuntimeError as e:
-            raise MemoryError(f"cannot allocate {num_slots} slots of {slot_bytes} bytes of host memory: {e}") from e
-        if not pinned:
-            flat = self.slots.view(-1)
-            for start in range(0, len(flat), _TOUCHED):
-                flat[start : start + _TOUCHED].zero_()
-
 
 # Copies of one worker.
 
@@ -92,8 +70,9 @@ class WorkerCopies:
         return self._thread.submit(partial(self._run, memory, ready, getattr(self, method), arguments))
 
     def stop(self) -> None:
-        """End the copy thread after pending copies."""
+        """Free the slots of host memory and end the copy thread, after pending copies. Does not wait."""
         if self._thread is not None:
+            self._thread.submit(self._free)
             self._thread.stop()
 
     def _run(
@@ -103,6 +82,7 @@ class WorkerCopies:
             raise RuntimeError("the KV cache is not allocated, or the engine sleeps")
         if ready is None:
             return call(memory, *arguments)
+        use_device(memory[0].device)
         make_stream: Any = torch.cuda.Stream
         stream = make_stream(memory[0].device)
         with torch.cuda.stream(stream):
@@ -114,7 +94,8 @@ class WorkerCopies:
     # Methods that run on the copy thread.
 
     def reserve(self, memory: list[torch.Tensor], num_slots: int) -> None:
-        """Allocate the slots of host memory."""
+        """Allocate the slots of host memory. Slots of an earlier call are freed first."""
+        self._free()
         self._host = HostMemory(num_slots, sum(tensor.shape[1] for tensor in memory), pinned=_is_on_gpu(memory))
 
     def save(self, memory: list[torch.Tensor], copies: Sequence[Copy]) -> None:
@@ -187,6 +168,11 @@ class WorkerCopies:
             host.numpy()[slot] = np.frombuffer(content, dtype=np.uint8)
             if self._checksums is not None:
                 self._checksums[slot] = self._checksum(slot)
+
+    def _free(self) -> None:
+        if self._host is not None:
+            self._host.close()
+            self._host = None
 
     def _checksum(self, slot: int) -> int:
         return zlib.crc32(self._slots()[slot].numpy().data)

@@ -17,6 +17,17 @@ import torch
 T = TypeVar("T")
 
 
+def use_device(device: torch.device) -> None:
+    """Make ``device`` the current device of this thread. Does nothing for a CPU.
+
+    Triton launches kernels on the current device, and torch creates streams, events and graphs there. The current
+    device belongs to a thread and is device 0 in a new thread. Therefore each thread that uses a GPU calls this
+    function before its first CUDA call. Otherwise the thread also creates a CUDA context on device 0.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 @dataclass(frozen=True, slots=True)
 class Late(Generic[T]):
     """Result that is not ready yet. ``wait`` waits until the result is ready, and returns the result or raises the
@@ -59,6 +70,7 @@ class _PinnedCopy:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._device = tensor.device
         self._host.copy_(tensor, non_blocking=True)
         make_event: Any = torch.cuda.Event
         self._event = make_event(blocking=True)
@@ -70,6 +82,7 @@ class _PinnedCopy:
 
     def wait(self) -> npt.NDArray[Any]:
         """Wait until the copy is complete, and return the page-locked memory."""
+        use_device(self._device)
         self._event.synchronize()
         return self._host.numpy()
 
