@@ -48,6 +48,7 @@ from penstock_enginecore.parallel.meeting import Meeting
 from penstock_enginecore.parallel.socket_transport import SocketTransport
 from penstock_enginecore.parallel.stage_links import GlooTransport, StageLinks, StageTransport
 from penstock_enginecore.states.memory import slot_memory, slot_order
+from penstock_enginecore.worker.device_thread import use_device
 from penstock_enginecore.worker.messages import WorkerConfig
 
 logger = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ class Worker:
         lora = self._engine.lora
         self._adapters = AdapterReader(make_reader, lora) if lora.enabled and make_reader is not None else None
         self._device = resolve_device(self._engine.model.device, config.place, self._engine.executor.devices)
+        use_device(self._device)
         check_kv_cache_memory(self._engine.cache, self._device)
         cores = max(1, self._settle())
         torch.set_num_threads(self._engine.executor.num_threads or min(torch.get_num_threads(), cores))

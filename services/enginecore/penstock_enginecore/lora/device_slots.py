@@ -14,6 +14,7 @@ from penstock_common.memory import in_units
 from penstock_enginecore.attention.base import IntArray
 from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment, LowRankUpdate, expect_features
 from penstock_enginecore.models.errors import ModelLoadError
+from penstock_enginecore.worker.device_thread import use_device
 
 # Inputs of the kernels that add adapters to a matrix product: the positions of the adapters' matrices in the slots, and
 # tiles of the rows (tokens) that have adapters.
@@ -465,6 +466,7 @@ class SlotMemory:
         ranks = [[0 if update is None else update.rank for update in updates] for updates in taken]
         sizes = [shape.numbers(own) for shape, own in zip(self._shapes, ranks, strict=True)]
         on_gpu = self._device.type == "cuda"
+        use_device(self._device)  # This may be the loader's thread, in which page-locked memory needs a current device.
         numbers = torch.zeros(sum(sizes), dtype=self._dtype, pin_memory=on_gpu)
         table = torch.zeros(sum(shape.columns for shape in self._shapes), dtype=torch.int64, pin_memory=on_gpu)
         starts = np.cumsum([0, *sizes[:-1]])
