@@ -255,15 +255,16 @@ def _device_memory(device: torch.device) -> Memory:
 
 
 def cuda_kv_cache_bytes(config: CacheConfig, device: torch.device) -> int:
-    """Return the number of bytes that remain for the KV cache on the device.
+    """Return the number of bytes that remain for the KV cache on the device. Call ``torch.cuda.empty_cache`` first.
 
-    The result is the fraction ``memory_utilization`` of the device's memory, minus the peak of used memory since
-    ``reset_peak_memory_stats``. Used memory includes the memory of all processes.
+    The result is the fraction ``memory_utilization`` of the device's memory, minus the used memory of all processes,
+    minus the memory that steps need in addition: the peak since ``reset_peak_memory_stats``. Used memory includes free
+    memory in segments of torch's allocator that contain other tensors. Such holes are too small for the KV cache, which
+    is one allocation.
     """
     free, total = torch.cuda.mem_get_info(device)
-    outside_torch = total - free - torch.cuda.memory_reserved(device)
-    peak = torch.cuda.max_memory_allocated(device)
-    return max(int(total * config.memory_utilization) - outside_torch - peak, 0)
+    of_steps = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+    return max(int(total * config.memory_utilization) - (total - free) - of_steps, 0)
 
 
 def encoder_cache_bytes(config: EngineCoreConfig, model: ModelInfo) -> int:

@@ -28,17 +28,22 @@ def read_to(device: torch.device) -> Iterator[None]:
 
     transformers requires accelerate for such loading. For a single device, transformers uses nothing else of
     accelerate, and importing accelerate would slow down every start.
+
+    transformers also allocates one segment of the size of the model in advance. Weights that are merged or quantized
+    later leave holes in this segment, and torch cannot return the holes to the device. In this context, each large
+    weight therefore has its own segment.
     """
     if device.type == "cpu":
         yield
         return
     loading: Any = modeling_utils
-    checks = loading.check_and_set_device_map
+    checks, warmup = loading.check_and_set_device_map, loading.caching_allocator_warmup
     loading.check_and_set_device_map = lambda _: {"": device}
+    loading.caching_allocator_warmup = lambda *_: None
     try:
         yield
     finally:
-        loading.check_and_set_device_map = checks
+        loading.check_and_set_device_map, loading.caching_allocator_warmup = checks, warmup
 
 
 def check_weights_fit(num_bytes: int, path: str, dtype: torch.dtype, device: torch.device) -> None:

@@ -4,13 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import modeling_utils
 
 from penstock_enginecore.config import ModelConfig
 from penstock_enginecore.models import attention_hook
 from penstock_enginecore.models.dtypes import Dtypes
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import load_weights
-from penstock_enginecore.models.placement import check_weights_fit, place
+from penstock_enginecore.models.placement import check_weights_fit, place, read_to
 from tests.fakes.models.tiny_models import save_tiny_model
 
 CUDA = torch.device("cuda", 0)
@@ -50,6 +51,17 @@ def test_weights_that_fit_are_moved(monkeypatch: pytest.MonkeyPatch, module: tor
     left(monkeypatch, 4 * 2**20)
     with pytest.raises(MovedError):
         place(module, "org/name", CUDA)
+
+
+def test_weights_are_not_read_into_one_segment_of_the_size_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Merged weights would leave holes in such a segment."""
+    allocated: list[object] = []
+    monkeypatch.setattr(modeling_utils, "caching_allocator_warmup", lambda *of: allocated.append(of))
+    with read_to(CUDA):
+        modeling_utils.caching_allocator_warmup("model", {"": CUDA}, None)
+        assert allocated == []
+    modeling_utils.caching_allocator_warmup("model", {"": CUDA}, None)
+    assert len(allocated) == 1
 
 
 def test_on_a_cpu_nobody_asks() -> None:
