@@ -43,7 +43,7 @@ class TritonKernels:
         self.batch_invariant = batch_invariant
         self.quantized_product = partial(quantized.quantized_product, invariant=batch_invariant)
         self.quantized_grouped_product = partial(quantized.quantized_grouped_product, invariant=batch_invariant)
-        self._scratch: dict[tuple[int, int, int, bool], attention.Scratch] = {}
+        self._scratch: dict[tuple[int, int, int, bool], list[attention.Scratch]] = {}
 
     def attend(
         self,
@@ -71,11 +71,22 @@ class TritonKernels:
     def _scratch_for(self, requests: int, pieces: int, out: torch.Tensor) -> attention.Scratch:
         """Return scratch memory for attention whose output is ``out``.
 
-        Captured steps share scratch memory that never moves. Steps that are too large to be captured share other
-        scratch memory, which grows.
+        The scratch memory has space for as many requests as the largest step so far, rounded up. Captured graphs
+        contain addresses of the scratch memory, so scratch memory of captured steps stays allocated when a larger step
+        needs more. Steps that are too large to be captured share other scratch memory, which grows.
         """
         shape = pieces, out.shape[1], out.shape[2]
-        key = (*shape, requests > MAX_CAPTURED_TOKENS)
-        if key not in self._scratch or len(self._scratch[key].total) < requests:
-            self._scratch[key] = attention.Scratch.allocate(max(requests, MAX_CAPTURED_TOKENS), *shape, out.device)
-        return self._scratch[key]
+        is_large = requests > MAX_CAPTURED_TOKENS
+        held = self._scratch.setdefault((*shape, is_large), [])
+        if not held or len(held[-1].total) < requests:
+            if is_large:
+                held.clear()
+            held.append(attention.Scratch.allocate(_rounded(requests), *shape, out.device))
+        return held[-1]
+
+
+def _rounded(requests: int) -> int:
+    """Return ``requests`` rounded up to a power of two of at least 16, so that slowly growing steps do not allocate each
+    time.
+    """
+    return max(16, 1 << (requests - 1).bit_length())

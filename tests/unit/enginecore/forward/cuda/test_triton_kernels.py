@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from tests.fakes.models.interpreted_kernels import NO_TRITON
 
@@ -19,3 +20,24 @@ def test_families_are_proved_with_the_kernels_that_gpus_run() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     assert json.loads(done.stdout.splitlines()[-1]) == dict.fromkeys(FAMILIES, "")
+
+
+def test_scratch_memory_is_as_large_as_the_largest_batch_and_stays_for_captured_steps() -> None:
+    pytest.importorskip("triton", reason=NO_TRITON)
+    from penstock_enginecore.forward.cuda.triton_kernels import TritonKernels
+
+    kernels, out = TritonKernels(), torch.empty(4, 2, 8)
+
+    def sizes(*requests: int) -> list[tuple[int, int]]:
+        found = [kernels._scratch_for(count, 5, out) for count in requests]
+        assert all(each.sums.shape == (len(each.total), 5, 2, 8) for each in found)
+        return [(len(each.total), each.sums.data_ptr()) for each in found]
+
+    (first, before), (second, grown), again = sizes(3, 40, 3)
+    assert (first, second) == (16, 64)
+    assert again == (64, grown)
+    assert before != grown  # a captured graph still uses the first memory
+    captured = kernels._scratch[(5, 2, 8, False)]
+    assert [len(each.total) for each in captured] == [16, 64]
+    assert [size for size, _ in sizes(600, 700, 1500)] == [1024, 1024, 2048]
+    assert len(kernels._scratch[(5, 2, 8, True)]) == 1
