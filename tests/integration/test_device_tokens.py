@@ -136,6 +136,37 @@ def test_decodes_are_replays_from_the_first_on(path: Path, monkeypatch: pytest.M
     assert (after.padding_tokens, after.padding_rows) == (0, 0)
 
 
+def test_no_step_waits_for_a_capture_while_the_engine_serves(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    offer_fused(monkeypatch)
+    choose_on_device(monkeypatch, LastMoment)
+    limits = {"max_num_seqs": 3, "max_num_batched_tokens": 40}
+    engine = build_engine(path, kernels={"capture_at_start": True}, scheduler=limits)
+    before = engine.executor.worker_stats()[0].graphs
+    requests = [(f"{i}", prompt(7 + 9 * i, i), SamplingParams(temperature=0.0, max_tokens=5)) for i in range(4)]
+    found = generate(engine, requests).tokens
+    after = engine.executor.worker_stats()[0].graphs
+    assert (after.captures, after.launched) == (before.captures, before.launched)
+    assert after.replays > before.replays + 5
+    assert found == generate(build_engine(path, kernels={"graphs": False}), requests).tokens
+
+
+def test_dummy_steps_and_recovery_keep_the_graphs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    offer_fused(monkeypatch)
+    choose_on_device(monkeypatch, LastMoment)
+    requests = plain_requests()[:2]
+    expected = generate(build_engine(path), requests).tokens
+    engine = build_engine(path, kernels={"capture_at_start": True, "graph_sizes": (1, 2)})
+    executor = engine.executor
+    before = executor.worker_stats()[0].graphs
+    for _ in range(3):
+        executor.execute_dummy_batch()
+    executor.recover()
+    after = executor.worker_stats()[0].graphs
+    assert (after.captured, after.captures, after.launched) == (2, before.captures, before.launched)
+    assert after.replays == before.replays + 4
+    assert generate(engine, requests).tokens == expected
+
+
 def test_constrained_requests_and_their_neighbours_get_the_same_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

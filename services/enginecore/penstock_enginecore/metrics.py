@@ -41,6 +41,13 @@ _UP = (
 )
 _GRAPHS = (
     Reading(_G, "penstock:cuda_graphs", "Number of captured CUDA graphs", "captured"),
+    Reading(
+        _C,
+        "penstock:cuda_graph_captures",
+        "Number of captures of CUDA graphs, at start and while serving",
+        "captures",
+    ),
+    Reading(_C, "penstock:cuda_graph_capture_failures", "Number of captures of CUDA graphs that failed", "failures"),
     Reading(_C, "penstock:cuda_graph_replays", "Number of steps that replayed a CUDA graph", "replays"),
     Reading(
         _C,

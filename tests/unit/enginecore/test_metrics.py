@@ -23,7 +23,9 @@ def value(workers: list[WorkerStats], name: str, **labels: str) -> float | None:
 
 
 def test_a_gpu_tells_its_memory_and_what_it_replayed() -> None:
-    graphs = GraphStats(captured=3, replays=50, launched=4, tokens=90, padding_tokens=7, padding_rows=5)
+    graphs = GraphStats(
+        captured=3, captures=9, failures=2, replays=50, launched=4, tokens=90, padding_tokens=7, padding_rows=5
+    )
     workers = [
         WorkerStats(
             device="cuda:0", total_memory=100, used_memory=60, weight_bytes=40, kv_cache_bytes=10, graphs=graphs
@@ -37,6 +39,8 @@ def test_a_gpu_tells_its_memory_and_what_it_replayed() -> None:
     assert value(workers, "penstock:worker_up", rank="0") == 1
     assert value(workers, "penstock:worker_up", rank="1") == 0
     assert value(workers, "penstock:cuda_graphs", rank="0") == 3
+    assert value(workers, "penstock:cuda_graph_captures_total", rank="0") == 9
+    assert value(workers, "penstock:cuda_graph_capture_failures_total", rank="0") == 2
     assert value(workers, "penstock:cuda_graph_replays_total", rank="0") == 50
     assert value(workers, "penstock:launched_steps_total", rank="0") == 4
     assert value(workers, "penstock:replayed_tokens_total", rank="0") == 90

@@ -307,8 +307,8 @@ class KernelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         bool,
         Meta(
             description=(
-                "Replay steps of up to 512 tokens as CUDA graphs. false: launch every kernel separately, to isolate "
-                "a fault."
+                "Replay steps of up to 512 tokens, and of about 1024 and 2048 tokens, as CUDA graphs. false: launch "
+                "every kernel separately, to isolate a fault."
             )
         ),
     ] = True
@@ -316,8 +316,8 @@ class KernelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         bool,
         Meta(
             description=(
-                "Capture the graphs of decode steps before the engine is ready, and reserve GPU memory for them. "
-                "false: capture each graph at its first step, which delays that step."
+                "Capture the graphs of steps before the engine is ready, and reserve GPU memory for them. false: "
+                "capture each graph at its first step, which delays that step."
             )
         ),
     ] = True
@@ -326,7 +326,8 @@ class KernelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Meta(
             description=(
                 "Numbers of requests for which decode steps are captured at start, each rounded up to a padded size. "
-                "Empty: all sizes up to scheduler.max_num_seqs. Other sizes are captured at their first step."
+                "Empty: all sizes up to scheduler.max_num_seqs, and steps with prompts. Other graphs are captured at "
+                "their first step."
             )
         ),
     ] = ()

@@ -10,6 +10,8 @@ class GraphStats(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         captured: Number of captured graphs.
+        captures: Number of captures that succeeded, including captures of graphs that were dropped later.
+        failures: Number of captures that failed.
         replays: Number of steps that ran as replays of a graph.
         launched: Number of steps that could have been replays of a graph but were launched kernel by kernel.
         tokens: Number of tokens that replays computed, including padding.
@@ -18,6 +20,8 @@ class GraphStats(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     captured: int = 0
+    captures: int = 0
+    failures: int = 0
     replays: int = 0
     launched: int = 0
     tokens: int = 0

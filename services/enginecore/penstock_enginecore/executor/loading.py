@@ -129,13 +129,13 @@ class ModelRunner(Protocol):
         """Free the KV cache and forget all requests. Steps need ``initialize_kv_cache`` first."""
 
     def recover(self) -> None:
-        """Forget every request, and test the device by computing a token with a temporary KV cache. Raises the error if
-        the test fails.
+        """Forget every request, and test the device by computing a token, which changes no KV block. Captured graphs
+        stay valid. Raises the error if the test fails.
         """
 
     def execute_dummy_batch(self) -> None:
-        """Compute a dummy token with a temporary KV cache. If experts are distributed among ranks, instead compute this
-        rank's experts for the tokens of other ranks.
+        """Compute a dummy token, which changes no KV block. Captured graphs stay valid. If experts are distributed among
+        ranks, instead compute this rank's experts for the tokens of other ranks.
         """
 
     def execute(self, step: SchedulerOutput) -> None:

@@ -28,9 +28,9 @@ from penstock_enginecore.executor.device import (
     resolve_device,
     settle,
 )
-from penstock_enginecore.executor.generation.graph_capture import sizes_to_capture
 from penstock_enginecore.executor.loading import ModelRunner, load_runner
 from penstock_enginecore.executor.sleep_in_place import KeptSleep, kept_sleep
+from penstock_enginecore.forward.cuda.buffers import StepShape
 from penstock_enginecore.kernel_cache.precompiled import open_cache
 from penstock_enginecore.kv_transfer.core.base import BlockFacts
 from penstock_enginecore.kv_transfer.kv_copy import WorkerCopies
@@ -143,20 +143,25 @@ class Worker:
 
     def _graph_bytes(self) -> int:
         """Return the estimated memory in bytes of the CUDA graphs that are captured at startup."""
-        capture, sizes = self.runner.graph_capture, sizes_to_capture(self._engine)
-        if capture is None or not sizes:
+        capture, shapes = self.runner.graph_capture, self._captured_shapes()
+        if capture is None or not shapes:
             return 0
-        taken = capture.measure(sizes, self._engine.cache.block_size, self._free_bytes)
+        taken = capture.measure(shapes, self._engine.cache.block_size, self._free_bytes)
         torch.cuda.empty_cache()
         return taken
 
+    def _captured_shapes(self) -> list[StepShape]:
+        """Return the shapes of steps to capture as CUDA graphs at start."""
+        capture = self.runner.graph_capture
+        return [] if capture is None else capture.shapes(self._engine, self.runner.info.max_len)
+
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
-        """Allocate the KV cache, and capture decode steps as CUDA graphs that use this KV cache."""
+        """Allocate the KV cache, and capture steps as CUDA graphs that use this KV cache."""
         self._kv_cache = config
         self.runner.initialize_kv_cache(config)
-        capture, sizes = self.runner.graph_capture, sizes_to_capture(self._engine)
-        if capture is not None and sizes:
-            capture.run(sizes, len(config.groups), config.block_size, self._free_bytes)
+        capture, shapes = self.runner.graph_capture, self._captured_shapes()
+        if capture is not None and shapes:
+            capture.run(shapes, len(config.groups), config.block_size, self._free_bytes)
         if (kernels := self._kernels) is not None:
             logger.info("loaded Triton kernels found_in_cache=%d compiled=%d", kernels.found, kernels.compiled)
 

@@ -206,24 +206,37 @@ def probe_parts(forward: ForwardPass, probe: Probe, cuts: Sequence[int]) -> torc
     return torch.cat(logits)
 
 
-def blank_decodes(
-    size: int, num_groups: int, block_size: int, newest: torch.Tensor, *, adapted: bool = False
+def blank_step(
+    num_tokens: int,
+    num_requests: int,
+    num_groups: int,
+    block_size: int,
+    newest: torch.Tensor,
+    *,
+    adapted: bool = False,
 ) -> tuple[ForwardBatch, IntArray]:
-    """Return a decode step with one token for each of ``size`` dummy requests, and the indices of the rows that get
-    logits.
+    """Return a step in which ``num_requests`` dummy requests compute ``num_tokens`` tokens together, and the indices of
+    the rows that get logits, which are the last tokens of the requests.
 
     The requests attend to the null block, write no keys and values, and have no recurrent states. The tokens that the
     step samples are stored in the last entry of ``newest``. If ``adapted`` is true, the step launches the kernels for
     LoRA adapters, although no request uses an adapter.
     """
-    none: IntArray = np.zeros(size, dtype=np.int64)
-    draws = PlainDraws.of(DrawSettings.off(size), none.astype(np.uint64), none)
-    choice = Choice(draws, newest, np.full(size, len(newest) - 1))
-    starts: IntArray = np.arange(size + 1)
-    table = np.zeros((size, 1), dtype=np.int32)
-    metadata = AttentionMetadata(starts, none + 1, table, none - 1, block_size)
-    segments = [LoraSegment(BLANK, 0, size)] if adapted else []
+    none: IntArray = np.zeros(num_requests, dtype=np.int64)
+    draws = PlainDraws.of(DrawSettings.off(num_requests), none.astype(np.uint64), none)
+    choice = Choice(draws, newest, np.full(num_requests, len(newest) - 1))
+    lengths = np.diff(np.arange(num_requests + 1) * num_tokens // num_requests)
+    starts: IntArray = np.cumsum([0, *lengths])
+    table = np.zeros((num_requests, -(-int(lengths.max()) // block_size)), dtype=np.int32)
+    ids: IntArray = np.zeros(num_tokens, dtype=np.int64)
+    metadata = AttentionMetadata(starts, lengths, table, ids - 1, block_size)
+    segments = [LoraSegment(BLANK, 0, num_tokens)] if adapted else []
     blank = ForwardBatch(
-        none, none, [metadata] * num_groups, choice=choice, segments=segments, states=StateMetadata(())
+        ids,
+        metadata.positions(),
+        [metadata] * num_groups,
+        choice=choice,
+        segments=segments,
+        states=StateMetadata(()),
     )
-    return blank, starts[:-1]
+    return blank, starts[1:] - 1

@@ -25,7 +25,7 @@ from penstock_enginecore.forward.cuda.decoder import FusedForward
 from penstock_enginecore.forward.cuda.kernel_api import Draws
 from penstock_enginecore.forward.cuda.kernels.sample import TokenSampler
 from penstock_enginecore.forward.cuda.triton_kernels import TritonKernels
-from penstock_enginecore.forward.dummy_inputs import blank_decodes
+from penstock_enginecore.forward.dummy_inputs import blank_step
 from penstock_enginecore.forward.modules import probe_model
 from penstock_enginecore.kernel_cache.shapes import Shape
 from penstock_enginecore.lora.adapter import BLANK, LoraSegment
@@ -135,7 +135,7 @@ def warm(
 def _steps(sizes: Sequence[int]) -> Iterator[tuple[ForwardBatch, IntArray]]:
     newest = torch.zeros(1025, dtype=torch.int32)
     for size in sizes:
-        yield blank_decodes(size, 1, _BLOCK_SIZE, newest)
+        yield blank_step(size, size, 1, _BLOCK_SIZE, newest)
     for lengths in _PROMPTS:
         starts: IntArray = np.cumsum([0, *lengths])
         none: IntArray = np.zeros(starts[-1], dtype=np.int64)

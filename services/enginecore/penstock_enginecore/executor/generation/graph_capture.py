@@ -1,10 +1,10 @@
-"""Capture of decode steps as CUDA graphs before the first request: choice of the step sizes, and estimate of the memory
-for graphs.
+"""Dummy steps before the first request: capture of steps as CUDA graphs, with an estimate of the memory for graphs, and
+measurement of a step's duration.
 """
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Self
 
 import numpy as np
@@ -14,10 +14,10 @@ from penstock_common.memory import in_units
 from penstock_enginecore.attention.base import IntArray
 from penstock_enginecore.config import EngineCoreConfig
 from penstock_enginecore.core.worker_stats import GraphStats
-from penstock_enginecore.forward.base import FedTokens, ForwardPass, to_device
+from penstock_enginecore.forward.base import FedTokens, ForwardBatch, ForwardPass, state_memory, to_device
 from penstock_enginecore.forward.build import BuiltForward
-from penstock_enginecore.forward.cuda.buffers import decode_sizes
-from penstock_enginecore.forward.dummy_inputs import blank_decodes, throwaway
+from penstock_enginecore.forward.cuda.buffers import StepShape, decode_sizes, mixed_steps
+from penstock_enginecore.forward.dummy_inputs import Probe, blank_step, block_size_of, throwaway
 
 # Tokens that a device has sampled most recently. The device uses these tokens as inputs before the host receives the
 # tokens.
@@ -69,9 +69,13 @@ _SILENCE = 2.0
 """Minimum number of seconds between two progress lines in the log."""
 
 
+_MAX_FAILURES = 3
+"""Number of captures that may fail before the first capture succeeds. Then ``GraphCapture.run`` ends."""
+
+
 class GraphCapture:
-    """Captures CUDA graphs by running one dummy decode step of each size. ``forward`` captures a graph in the first
-    step of a size.
+    """Captures CUDA graphs by running one dummy step of each shape. ``forward`` captures a graph in the first step of a
+    shape.
 
     Args:
         newest: Most recently sampled tokens, which captured steps read.
@@ -102,66 +106,125 @@ class GraphCapture:
             return None
         return cls(built.forward, newest, built.graphs, adapted=built.adapted_graphs)
 
-    @torch.inference_mode()
-    def run(self, sizes: Sequence[int], num_groups: int, block_size: int, free: Callable[[], int]) -> None:
-        """Run a dummy decode step for each number of tokens in ``sizes``. The steps use the bound KV cache, but do not
-        write to it.
+    def shapes(self, config: EngineCoreConfig, max_len: int) -> list[StepShape]:
+        """Return the shapes to capture at start, for a model of at most ``max_len`` tokens. See ``shapes_to_capture``.
 
-        If a step cannot be captured, no step is captured, and the log contains the reason. ``free`` returns the size of
-        the device's free memory in bytes.
+        Dummy steps have no recurrent states, and steps with prompts have separate graphs if the model has recurrent
+        layers. Therefore only decode steps of such a model are captured at start.
         """
-        before, begun = free(), self._clock()
+        return shapes_to_capture(config, max_len if state_memory(self._forward) is None else 0)
+
+    @torch.inference_mode()
+    def run(self, shapes: Sequence[StepShape], num_groups: int, block_size: int, free: Callable[[], int]) -> None:
+        """Run a dummy step of each of ``shapes``. The steps use the bound KV cache, but do not write to it.
+
+        If the first steps cannot be captured, no step is captured, and the log contains the reason. ``free`` returns
+        the size of the device's free memory in bytes.
+        """
+        before, begun, earlier = free(), self._clock(), self._stats()
         told = begun
-        logger.info("capturing decode steps as CUDA graphs (one graph for each step size) count=%d", len(sizes))
-        for count, size in enumerate(sizes, 1):
+        logger.info("capturing steps as CUDA graphs (one graph for each step shape) count=%d", len(shapes))
+        for count, shape in enumerate(shapes, 1):
             for adapted in self._variants:
-                self._forward.run(*blank_decodes(size, num_groups, block_size, self._room(), adapted=adapted))
-            if not self._stats().captured:
+                self._run(shape, num_groups, block_size, adapted=adapted)
+            stats = self._stats()
+            if not stats.captured and stats.failures - earlier.failures >= _MAX_FAILURES:
                 return
             if (now := self._clock()) - told >= _SILENCE:
-                logger.info("captured CUDA graphs for %d of %d step sizes in %.1f s", count, len(sizes), now - begun)
+                logger.info("captured CUDA graphs for %d of %d step shapes in %.1f s", count, len(shapes), now - begun)
                 told = now
-        took = in_units(max(before - free(), 0))
+        failed = self._stats().failures - earlier.failures
         logger.info(
-            "captured CUDA graphs for all %d step sizes in %.1f s; the graphs use %s",
-            len(sizes),
+            "captured CUDA graphs for %s step shapes in %.1f s; the graphs use %s",
+            f"all {len(shapes)}" if not failed else f"{len(shapes)}",
             self._clock() - begun,
-            took,
+            in_units(max(before - free(), 0)),
         )
 
     @torch.inference_mode()
-    def measure(self, sizes: Sequence[int], block_size: int, free: Callable[[], int]) -> int:
-        """Estimate the memory in bytes that graphs for the step sizes ``sizes`` need. The two largest sizes are
-        captured with a temporary KV cache.
+    def run_alone(self, num_groups: int, block_size: int) -> torch.Tensor:
+        """Run a dummy step with one token and the bound KV cache, without writing to the KV cache. Captured graphs stay
+        valid. Returns the logits ``[1, vocab]``.
+        """
+        return self._run(StepShape(1, 1), num_groups, block_size)
+
+    @torch.inference_mode()
+    def measure(self, shapes: Sequence[StepShape], block_size: int, free: Callable[[], int]) -> int:
+        """Estimate the memory in bytes that graphs for ``shapes`` need. The two largest shapes are captured with a
+        temporary KV cache.
 
         The first captured graph also allocates the memory that all graphs share. Afterwards, no graph remains, and
         ``forward`` has no KV cache and no memory for states.
         """
-        largest = sorted(sizes, reverse=True)
+        largest = largest_first(shapes)
         taken = []
         with throwaway(self._forward, block_size, num_blocks=2, num_requests=1):
-            for size in largest[:2]:
+            for shape in largest[:2]:
                 before = free()
                 for adapted in self._variants:
-                    self._forward.run(*blank_decodes(size, 1, block_size, self._room(), adapted=adapted))
+                    self._run(shape, 1, block_size, adapted=adapted)
                 taken.append(max(before - free(), 0))
         return sum(taken) + sum(taken[1:]) * (len(largest) - 2)
 
-    def _room(self) -> torch.Tensor:
-        return self._newest.room_for(np.zeros(0, dtype=np.int64))
+    def _run(self, shape: StepShape, num_groups: int, block_size: int, *, adapted: bool = False) -> torch.Tensor:
+        newest = self._newest.room_for(np.zeros(0, dtype=np.int64))
+        step = blank_step(shape.tokens, shape.requests, num_groups, block_size, newest, adapted=adapted)
+        return self._forward.run(*step).logits
 
 
-def sizes_to_capture(config: EngineCoreConfig) -> list[int]:
-    """Return the sizes of decode steps to capture, in tokens, or an empty list if ``kernels.capture_at_start`` is
+def largest_first(shapes: Iterable[StepShape]) -> list[StepShape]:
+    """Return ``shapes`` in the order of capture. Graphs of small steps reuse the memory of the graphs of large steps."""
+    return sorted(shapes, key=lambda shape: (shape.tokens, shape.requests), reverse=True)
+
+
+def shapes_to_capture(config: EngineCoreConfig, max_len: int) -> list[StepShape]:
+    """Return the sizes of steps to capture at start, largest first, or an empty list if ``kernels.capture_at_start`` is
     false.
 
-    The largest size is first, so that the graphs of smaller steps reuse the memory of larger graphs.
+    The list contains the decode steps that ``kernels.graph_sizes`` selects. If ``kernels.graph_sizes`` is empty, the
+    list also contains the steps with more tokens than requests, in which no request has more than ``max_len`` tokens.
     """
     if not config.kernels.capture_at_start:
         return []
     limits = config.scheduler
-    sizes = decode_sizes(min(limits.max_num_seqs, limits.step_tokens))
-    wanted = config.kernels.graph_sizes
+    most = min(limits.max_num_seqs, limits.step_tokens)
+    sizes, wanted = decode_sizes(most), config.kernels.graph_sizes
     if wanted:
         sizes = [size for size in sizes if any(decode_sizes(each)[-1] == size for each in wanted)]
-    return sorted(sizes, reverse=True)
+    decodes = [StepShape(size, size) for size in sizes]
+    mixed = [] if wanted else mixed_steps(limits.step_tokens, most)
+    return largest_first([*decodes, *(shape for shape in mixed if -(-shape.tokens // shape.requests) <= max_len)])
+
+
+# Duration of a step, which adaptive drafting needs.
+
+
+def fastest_pass(
+    forward: ForwardPass,
+    num_tokens: int,
+    passes: int,
+    clock: Callable[[], float] = time.perf_counter,
+    *,
+    warm_up: bool = False,
+) -> float:
+    """Return the duration, in seconds, of the fastest of ``passes`` forward passes over the first ``num_tokens`` tokens
+    of a request.
+
+    The passes compute the logits of all tokens, with one temporary KV cache. Afterwards no KV cache is bound to
+    ``forward``. ``clock`` returns the current time in seconds. If ``warm_up`` is true, an untimed pass first compiles
+    kernels and captures the step as a graph, so that the timed passes replay the graph.
+    """
+    probe = Probe.largest(num_tokens, num_tokens, block_size_of(forward.specs))
+    with throwaway(forward, probe.metadata.block_size, probe.num_blocks, probe.metadata.num_requests):
+        batch = probe.batch(forward, 0, num_tokens)
+        if warm_up:
+            _timed(forward, batch, clock)
+        return min(_timed(forward, batch, clock) for _ in range(passes))
+
+
+def _timed(forward: ForwardPass, batch: ForwardBatch, clock: Callable[[], float]) -> float:
+    began = clock()
+    logits = forward.run(batch, np.arange(len(batch.token_ids))).logits
+    if logits.device.type == "cuda":
+        torch.cuda.synchronize(logits.device)
+    return clock() - began

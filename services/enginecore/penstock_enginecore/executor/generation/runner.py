@@ -23,7 +23,7 @@ from penstock_enginecore.cuda_virtual_memory import KeptMemory
 from penstock_enginecore.executor.broken_states import BrokenStates
 from penstock_enginecore.executor.device import prompt_batch_tokens, step_tokens
 from penstock_enginecore.executor.generation.drafting import Drafting
-from penstock_enginecore.executor.generation.graph_capture import GraphCapture, NewestTokens
+from penstock_enginecore.executor.generation.graph_capture import GraphCapture, NewestTokens, fastest_pass
 from penstock_enginecore.executor.generation.input_batch import InputBatch
 from penstock_enginecore.executor.generation.media import StepEmbeddings, row_bytes
 from penstock_enginecore.executor.generation.step_inputs import ExpectedTokens, StepInputs
@@ -38,7 +38,6 @@ from penstock_enginecore.experts.group_experts import GroupExperts
 from penstock_enginecore.forward.base import (
     Choice,
     ForwardBatch,
-    ForwardPass,
     KeptWeights,
     StatefulForward,
     state_memory,
@@ -56,28 +55,6 @@ from penstock_enginecore.speculation.base import Drafter, model_layers
 from penstock_enginecore.states.base import StateMetadata
 from penstock_enginecore.states.memory import StateLayers, num_bytes
 from penstock_enginecore.worker.device_thread import Arrival, BeginCopy, Late, begin_copy
-
-
-def fastest_pass(
-    forward: ForwardPass, num_tokens: int, passes: int, clock: Callable[[], float] = time.perf_counter
-) -> float:
-    """Return the duration, in seconds, of the fastest of ``passes`` forward passes over the first ``num_tokens`` tokens
-    of a request.
-
-    The passes compute the logits of all tokens, with a temporary KV cache. Afterwards no KV cache is bound to
-    ``forward``. ``clock`` returns the current time in seconds.
-    """
-    probe = Probe.largest(num_tokens, num_tokens, block_size_of(forward.specs))
-    return min(_timed(forward, probe, clock) for _ in range(passes))
-
-
-def _timed(forward: ForwardPass, probe: Probe, clock: Callable[[], float]) -> float:
-    began = clock()
-    logits = probe_logits(forward, probe)
-    if logits.device.type == "cuda":
-        torch.cuda.synchronize(logits.device)
-    return clock() - began
-
 
 ChosenElsewhere = Callable[[], Arrival | None]
 """Function that starts to receive the tokens of the last executed step, which another worker samples, in the order of
@@ -251,22 +228,20 @@ class GenerationRunner:
 
     @torch.inference_mode()
     def recover(self) -> None:
-        """Forget every request, and test the device by sampling a token with a temporary KV cache. Raises the error if
-        the test fails.
-        """
+        """Forget every request, and test the device by sampling a token. Raises the error if the test fails."""
         self.forget_requests()
         with nullcontext() if self.experts is None else self.experts.spread.alone():
-            self._probe(Probe.prompt(self._model.vocab_size))
+            self._run_dummy()
 
     @torch.inference_mode()
     def execute_dummy_batch(self) -> None:
-        """Sample a dummy token with a temporary KV cache. If experts are distributed among ranks, instead compute this
-        rank's experts for the tokens of other ranks.
+        """Sample a dummy token. If experts are distributed among ranks, instead compute this rank's experts for the
+        tokens of other ranks.
         """
         if self.experts is not None:
             self.experts.spread.take_part()
             return
-        self._probe(Probe.prompt(self._model.vocab_size))
+        self._run_dummy()
 
     @torch.inference_mode()
     def profile(self, num_tokens: int, num_seqs: int) -> None:
@@ -288,7 +263,7 @@ class GenerationRunner:
         alone = nullcontext() if self.experts is None else self.experts.spread.alone()
         try:
             with alone:
-                return fastest_pass(self._forward, num_tokens, passes)
+                return fastest_pass(self._forward, num_tokens, passes, warm_up=self._forward.device.type == "cuda")
         finally:
             self._forward.bind(self._caches)
             self._bind_states(self._state_layers)
@@ -457,6 +432,17 @@ class GenerationRunner:
             eos_token_ids=self._model.eos_token_ids,
         )
 
+    def _run_dummy(self) -> None:
+        """Compute and sample a dummy token.
+
+        If the forward pass replays graphs, the step uses the allocated KV cache. A temporary KV cache has other
+        addresses, so all graphs would be dropped and captured again while requests wait.
+        """
+        if self.graph_capture is None or self._kv_cache is None:
+            self._probe(Probe.prompt(self._model.vocab_size))
+            return
+        self._draw(self.graph_capture.run_alone(self._num_groups, self._kv_cache.block_size))
+
     def _probe(self, probe: Probe, rows: IntArray | None = None) -> None:
         """Run ``probe``, and sample from the logits of its tokens with the indices ``rows``, or of all its tokens if
         ``rows`` is None.
@@ -466,8 +452,11 @@ class GenerationRunner:
         finally:
             self._forward.bind(self._caches)
             self._bind_states(self._state_layers)
-        if self._chosen_elsewhere is not None:
-            return
+        if self._chosen_elsewhere is None:
+            self._draw(logits)
+
+    def _draw(self, logits: torch.Tensor) -> None:
+        """Sample from ``logits``, and drop the tokens."""
         half = np.full(len(logits), 0.5)
         self._sampler.sample(
             logits, SamplingInputs(DrawSettings.off(len(logits))._replace(temperature=half, top_p=half), half)

@@ -5,6 +5,7 @@ then copied to the tensors that kernels read. There are two host slots, so the h
 slot is still being copied.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,17 @@ from penstock_enginecore.forward.cuda.kernel_api import Draws, GroupInputs
 from penstock_enginecore.sample.base import PlainDraws
 
 MAX_CAPTURED_TOKENS = 512
-"""Maximum number of tokens, including padding, of a step that uses tensors with fixed addresses and can be captured."""
+"""Number of tokens, and of requests, up to which all steps are padded and can be captured."""
+LARGE_CAPTURED_TOKENS = (1024, 2048)
+"""Numbers of tokens of larger steps that can be captured. With queued prompts, most steps have exactly
+``scheduler.max_num_batched_tokens`` tokens, which are 2048 by default.
+"""
+_LARGE_PADDING = 32
+"""Steps are padded to a number of ``LARGE_CAPTURED_TOKENS`` if at most one of this many tokens is padding. Large steps
+are bound by computation, so more padding would take longer than launching the kernels.
+"""
+_MIXED_TOKENS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 448, MAX_CAPTURED_TOKENS)
+"""Numbers of tokens to which steps with more tokens than requests are padded."""
 _MIXED_REQUESTS = (16, 64, 256, MAX_CAPTURED_TOKENS)
 """Numbers of requests to which steps with more tokens than requests are padded."""
 DRAW_DTYPES = (torch.float32, torch.int64, torch.int64, torch.float32, torch.int32, torch.float64)
@@ -51,26 +62,31 @@ class StepShape:
     @property
     def is_large(self) -> bool:
         """Whether the shape is too large to be padded and captured."""
-        return max(self.tokens, self.requests) > MAX_CAPTURED_TOKENS
+        is_captured = self.tokens <= MAX_CAPTURED_TOKENS or self.tokens in LARGE_CAPTURED_TOKENS
+        return self.requests > MAX_CAPTURED_TOKENS or not is_captured
 
 
-CAPTURED = StepShape(MAX_CAPTURED_TOKENS, MAX_CAPTURED_TOKENS)
+CAPTURED = StepShape(LARGE_CAPTURED_TOKENS[-1], MAX_CAPTURED_TOKENS)
 """Largest padded shape."""
 
 
 def padded_shape(tokens: int, requests: int) -> StepShape:
     """Return the padded shape of a step with ``tokens`` tokens and ``requests`` requests.
 
-    Tokens are padded to a power of two up to 16, then to a multiple of 16, and above 256 to a multiple of 32. If each
-    request has one token, the number of requests is padded in the same way. Otherwise the number of requests is padded
-    to a number of ``_MIXED_REQUESTS``, so that steps with prompts also have few shapes. Steps with more than
-    ``MAX_CAPTURED_TOKENS`` tokens are not padded.
+    If each request has one token, tokens and requests are padded to a power of two up to 16, then to a multiple of 16,
+    and above 256 to a multiple of 32. Otherwise tokens are padded to a number of ``_MIXED_TOKENS``, and requests to a
+    number of ``_MIXED_REQUESTS``, so that steps with prompts have few shapes and all of them can be captured at start.
+    Steps with more than ``MAX_CAPTURED_TOKENS`` tokens are padded only to slightly larger numbers of
+    ``LARGE_CAPTURED_TOKENS``. Other steps of this size, and steps with more requests, are not padded.
     """
-    if (exact := StepShape(tokens, requests)).is_large:
-        return exact
-    padded = _padded(tokens)
+    if requests > MAX_CAPTURED_TOKENS:
+        return StepShape(tokens, requests)
     if requests >= tokens:
-        return StepShape(padded, _padded(requests))
+        return StepShape(_padded(tokens), _padded(requests))
+    padded = next((count for count in (*_MIXED_TOKENS, *LARGE_CAPTURED_TOKENS) if count >= tokens), tokens)
+    is_large, padding = tokens > MAX_CAPTURED_TOKENS, padded - tokens
+    if padded > CAPTURED.tokens or (is_large and padding > padded // _LARGE_PADDING):
+        return StepShape(tokens, requests)
     return StepShape(padded, min(padded, next(count for count in _MIXED_REQUESTS if count >= requests)))
 
 
@@ -79,6 +95,19 @@ def decode_sizes(most: int) -> list[int]:
     order.
     """
     return sorted({_padded(count) for count in range(1, min(most, MAX_CAPTURED_TOKENS) + 1)})
+
+
+def mixed_steps(most_tokens: int, most_requests: int) -> list[StepShape]:
+    """Return one step of each padded shape of steps that have more tokens than requests. The steps are not padded.
+
+    Args:
+        most_tokens: Maximum number of tokens of a step.
+        most_requests: Maximum number of requests of a step.
+    """
+    sizes = [count for before, count in itertools.pairwise((0, *_MIXED_TOKENS)) if before < most_tokens and count > 1]
+    sizes += [count for count in LARGE_CAPTURED_TOKENS if count - count // _LARGE_PADDING <= most_tokens]
+    requests = [count for before, count in itertools.pairwise((0, *_MIXED_REQUESTS)) if before < most_requests]
+    return list(dict.fromkeys(StepShape(count, min(rows, count - 1)) for count in sizes for rows in requests))
 
 
 def _padded(count: int) -> int:
@@ -463,9 +492,13 @@ class StepMemory:
         return self._steps[shape]
 
     def _room_for(self, shape: StepShape) -> tuple[InputBuffers, ActivationBuffers]:
-        """Return the memory for a step that is too large to be captured. Memory of the previous large step is reused if
-        it is large enough. Otherwise that memory is freed before the new allocation.
+        """Return the memory for a step that is too large to be captured, or has no captured shape.
+
+        The memory of captured steps is used if it is large enough. Otherwise, the memory of the previous large step is
+        reused if it is large enough, or freed before the new allocation.
         """
+        if shape.tokens <= CAPTURED.tokens and shape.requests <= CAPTURED.requests:
+            return self._captured
         held = StepShape(0, 0) if self._large is None else self._large[0].max_shape
         if self._large is None or shape.tokens > held.tokens or shape.requests > held.requests:
             self._large = None

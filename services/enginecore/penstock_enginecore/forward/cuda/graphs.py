@@ -5,6 +5,7 @@ steps of the shape are replayed. Replays use the input and result tensors of the
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -33,10 +34,11 @@ class Graph(Protocol):
         """Launch the captured work again."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Captured:
     graph: Graph
     result: torch.Tensor
+    replays: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,23 +59,60 @@ class Padded:
 UNPADDED = Padded()
 
 
+_MAX_SHORTAGES = 3
+"""Number of captures of one shape that may run out of memory before the shape is launched without a graph."""
+_MAX_FAILURES = 3
+"""Number of shapes whose capture may fail before the first capture succeeds. Then no shape is captured, because the
+model's work cannot be captured.
+"""
+
+
 class StepGraphs:
-    """Captured graphs by step shape. ``make_graph`` returns an empty graph. ``clear`` calls ``renew`` after it has
-    dropped all graphs.
+    """Captured graphs by step shape.
+
+    A failed capture affects only its own shape, whose steps are then launched without a graph. A capture that runs out
+    of memory drops the quarter of the graphs that were replayed least, and the next step of the shape is captured
+    again. Steps of a dropped shape are launched until ``clear`` is called, so that shapes do not displace each other
+    again and again.
+
+    Args:
+        make_graph: Returns an empty graph.
+        renew: Called after all graphs were dropped.
+        make_room: Called after a capture ran out of memory and graphs were dropped, to free unused memory.
     """
 
-    def __init__(self, make_graph: Callable[[], Graph], renew: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        make_graph: Callable[[], Graph],
+        renew: Callable[[], None] = lambda: None,
+        make_room: Callable[[], None] = lambda: None,
+    ) -> None:
         self._make_graph = make_graph
         self._renew = renew
+        self._make_room = make_room
         self._captured: dict[Hashable, _Captured] = {}
-        self.failure = ""
-        """Reason why new shapes are no longer captured, or empty if no capture has failed."""
+        self._failures: dict[Hashable, str] = {}
+        """Reasons of failed captures by shape, without captures that ran out of memory."""
+        self._shortages: Counter[Hashable] = Counter()
+        """Numbers of captures that ran out of memory, by shape, since the last ``clear``."""
+        self._dropped: set[Hashable] = set()
         self._counts = GraphStats()
 
     @property
+    def failure(self) -> str:
+        """Reason of the last failed capture if captures have failed and none has succeeded, or empty."""
+        return "" if self._counts.captures else next(reversed(self._failures.values()), "")
+
+    @property
     def stats(self) -> GraphStats:
-        """Numbers of captured graphs, replays, launched steps and padding rows so far. Thread-safe."""
+        """Numbers of captured graphs, captures, replays, launched steps and padding rows so far. Thread-safe."""
         return replace(self._counts, captured=len(self._captured))
+
+    def refuses(self, shape: Hashable) -> bool:
+        """Return whether steps of ``shape`` are launched without a graph and are not captured."""
+        given_up = len(self._failures) >= _MAX_FAILURES and not self._counts.captures
+        short = self._shortages[shape] >= _MAX_SHORTAGES
+        return given_up or short or shape in self._failures or shape in self._dropped
 
     def run(self, shape: Hashable, launch: Launch, padded: Padded = UNPADDED) -> torch.Tensor:
         """Return the results of a step of ``shape``, whose inputs are already on the device. If the step is replayed,
@@ -82,6 +121,7 @@ class StepGraphs:
         known = self._captured.get(shape)
         if known is not None:
             known.graph.replay()
+            known.replays += 1
             counts = self._counts
             self._counts = replace(
                 counts,
@@ -93,7 +133,7 @@ class StepGraphs:
             return known.result
         self.count_launched()
         result = launch()
-        if not self.failure:
+        if not self.refuses(shape):
             self._capture(shape, launch)
         return result
 
@@ -103,6 +143,8 @@ class StepGraphs:
 
     def clear(self) -> None:
         """Drop all graphs, because the tensors that the graphs use will be freed."""
+        self._shortages.clear()
+        self._dropped.clear()
         if self._captured:
             self._captured.clear()
             self._renew()
@@ -111,14 +153,52 @@ class StepGraphs:
         graph = self._make_graph()
         try:
             self._captured[shape] = _Captured(graph, graph.capture(launch))
+            self._counts = replace(self._counts, captures=self._counts.captures + 1)
+            return
         except RuntimeError as e:
-            self.failure = str(e)
-            logger.warning(
-                "cannot capture a step of this shape as a CUDA graph; no more shapes are captured, and steps of shapes without a "
-                "graph launch each kernel separately (slower) shape=%s reason=%s",
-                shape,
-                e,
-            )
+            reason, short = str(e), _is_shortage(e)
+        # Only here has the error, whose traceback references the tensors of the failed capture, been freed.
+        del graph
+        self._counts = replace(self._counts, failures=self._counts.failures + 1)
+        if short:
+            self._handle_shortage(shape, reason)
+            return
+        self._failures[shape] = reason
+        logger.warning(
+            "cannot capture steps of this shape as a CUDA graph, so these steps launch each kernel separately (slower) "
+            "shape=%s reason=%s",
+            shape,
+            reason,
+        )
+
+    def _handle_shortage(self, shape: Hashable, reason: str) -> None:
+        """Drop the graphs that were replayed least, after the capture of ``shape`` ran out of memory."""
+        self._shortages[shape] += 1
+        by_use = sorted(self._captured, key=lambda other: self._captured[other].replays)
+        least = by_use[: -(-len(by_use) // 4)]
+        for other in least:
+            del self._captured[other]
+        self._dropped.update(least)
+        if least and not self._captured:
+            self._renew()
+        self._make_room()
+        logger.warning(
+            "too little device memory to capture a step as a CUDA graph; dropped the least used graphs, whose steps launch "
+            "each kernel separately (slower); lower cache.memory_utilization shape=%s dropped=%d left=%d attempts_left=%d "
+            "reason=%s",
+            shape,
+            len(least),
+            len(self._captured),
+            _MAX_SHORTAGES - self._shortages[shape],
+            reason,
+        )
+
+
+def _is_shortage(error: RuntimeError) -> bool:
+    """Return whether a capture failed because the device has too little memory. The driver reports a shortage while it
+    creates a graph as an error of another type than torch's allocator.
+    """
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()
 
 
 class CudaGraph:
@@ -167,4 +247,4 @@ def cuda_graphs() -> StepGraphs:
     """Return an empty collection of CUDA graphs for the current device."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     pool = _SharedPool()
-    return StepGraphs(lambda: CudaGraph(stream, pool.handle), pool.renew)
+    return StepGraphs(lambda: CudaGraph(stream, pool.handle), pool.renew, torch.cuda.empty_cache)

@@ -1,7 +1,7 @@
 """Forward pass that runs transformers' own modules and replays whole steps as CUDA graphs."""
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
@@ -51,7 +51,8 @@ class ReplayedModules:
 
     Steps of padded shapes use tensors that never move. ``graphs`` captures the first step of each shape.
     ``ModulesForward`` runs steps that are too large, have media or embeddings, or set ``keep_states``. After a failed
-    capture, ``ModulesForward`` runs all steps, and ``failure`` names the module that failed. If ``adapted`` is given,
+    capture, ``ModulesForward`` runs the steps of the same shape. If no capture has succeeded, ``failure`` names the
+    module that failed. If ``adapted`` is given,
     steps with LoRA adapters have separate graphs. If ``adapted`` is None, ``ModulesForward`` runs steps with adapters.
 
     A model with recurrent layers needs ``state_kernels``. Decode steps of such a model have separate graphs, because
@@ -96,7 +97,7 @@ class ReplayedModules:
 
     @property
     def failure(self) -> str:
-        """Reason why steps are not replayed, or empty if steps are replayed."""
+        """Reason why no steps are replayed, or empty if steps are replayed."""
         return self._graphs.failure
 
     @property
@@ -163,22 +164,21 @@ class ReplayedModules:
         sees_behind = any(metadata.key_ends is not None for metadata in batch.attention)
         has_media = batch.embedded is not None or batch.rope_positions is not None or sees_behind
         apart = keep_states or has_media or (adapted and self._adapted is None)
-        if apart or shape.is_large or self._graphs.failure:
+        if apart or shape.is_large or self._graphs.refuses(self._key(batch, shape)):
             self._graphs.count_launched()
             return self._modules.run(batch, rows, keep_states=keep_states)
         if self._feedback.moves(batch):
             self._graphs.clear()
-        inputs, indices = self._buffers.of(shape), self._indices(batch, shape)
+        inputs, indices, key = self._buffers.of(shape), self._indices(batch, shape), self._key(batch, shape)
         self._buffers.load(batch, rows, shape, self._feedback.nobody)
         padded = Padded(shape.tokens, shape.tokens - num_tokens, shape.requests - len(rows))
-        variant = () if indices is None else (indices.decodes,)
         if adapted and self._adapted is not None:
             launch = functools.partial(self._launch_adapted, self._adapted, inputs, shape, indices)
             with self._adapted.tiles(batch.segments, rows, shape):
-                logits = self._graphs.run((shape, "adapters", *variant), launch, padded)
+                logits = self._graphs.run(key, launch, padded)
         else:
             launch = functools.partial(self._launch, inputs, shape, indices)
-            logits = self._graphs.run((shape, *variant) if variant else shape, launch, padded)
+            logits = self._graphs.run(key, launch, padded)
         if indices is not None and batch.states is not None:
             batch.states.flags.append(indices.broken[: len(batch.states.sequences)].clone())
         kept = None if self._kept is None else self._kept.of(num_tokens)
@@ -215,6 +215,12 @@ class ReplayedModules:
     def read(self, model: LoadedModel) -> None:
         """Copy the weights of ``model``; see ``ModulesForward.read``."""
         self._modules.read(model)
+
+    def _key(self, batch: ForwardBatch, shape: StepShape) -> Hashable:
+        """Return the key of the graph for a step: its padded shape, and the properties that need separate graphs."""
+        adapters = ("adapters",) if len(batch.segments) else ()
+        decodes = () if self._state_buffers is None or batch.states is None else (is_decode(batch.states),)
+        return (shape, *adapters, *decodes) if adapters or decodes else shape
 
     def _indices(self, batch: ForwardBatch, shape: StepShape) -> StateIndices | None:
         """Start copying the indices of the memory slots of a step's recurrent states to the device. Returns None for a

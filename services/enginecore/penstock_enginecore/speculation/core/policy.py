@@ -2,7 +2,6 @@
 drafts, and on how the time of a step grows with its number of tokens.
 """
 
-import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 
@@ -75,29 +74,30 @@ def time_steps(
     fastest: Callable[[int, int], float],
     num_tokens: Sequence[int],
     max_len: int,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[int, float]:
     """Return the time of forward passes in seconds, by number of tokens, for as many of these numbers as can be timed
     within half a second.
 
-    The engine decides by its own clock how many passes to run. Workers with shards of the same model wait for each
-    other in each pass, so all workers must run the same number of passes. If each worker decided by its own clock, a
-    worker could wait forever.
+    The half second does not include untimed passes, in which a GPU compiles kernels and captures graphs. Otherwise an
+    engine without compiled kernels would time a single number.
+
+    The engine decides how many passes to run. Workers with shards of the same model wait for each other in each pass,
+    so all workers must run the same number of passes. If each worker decided, a worker could wait forever.
 
     Args:
         fastest: Function that gets the number of tokens and the number of passes. The function runs the passes and
             returns the time of the fastest pass in seconds.
         num_tokens: Numbers of tokens to time, in ascending order.
         max_len: Maximum sequence length in tokens.
-        clock: Function that returns seconds.
     """
-    began = clock()
+    spent = 0.0
     found: dict[int, float] = {}
     for count in num_tokens:
-        passed = clock() - began
-        if count > max_len or passed > _MAX_SECONDS:
+        if count > max_len or spent > _MAX_SECONDS:
             break
-        found[count] = fastest(count, 3 if passed < _CAREFUL_SECONDS else 2)
+        passes = 3 if spent < _CAREFUL_SECONDS else 2
+        found[count] = fastest(count, passes)
+        spent += passes * found[count]
     return found
 
 

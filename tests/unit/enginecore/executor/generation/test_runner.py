@@ -23,7 +23,8 @@ from penstock_enginecore.core.scheduler.output import (
     NewRequestData,
     SchedulerOutput,
 )
-from penstock_enginecore.executor.generation.runner import GenerationRunner, fastest_pass
+from penstock_enginecore.executor.generation.graph_capture import fastest_pass
+from penstock_enginecore.executor.generation.runner import GenerationRunner
 from penstock_enginecore.executor.uniproc import UniprocExecutor
 from penstock_enginecore.forward.build import ForwardConfig, build_forward
 from penstock_enginecore.models.loader import load_model
@@ -217,9 +218,11 @@ class SlowForward:
         self.memory = SimpleNamespace(throwaway=lambda block_size, num_blocks: (block_size, num_blocks))
         self.now = 0.0
         self.passes: list[int] = []
+        self.bound: list[Any] = []
 
     def bind(self, caches: Any) -> None:
-        """Do nothing: this pass has no attention."""
+        """Record ``caches``. This pass has no attention."""
+        self.bound.append(caches)
 
     def run(self, batch: Any, rows: Any) -> Any:
         self.now += 60.0 if self.passes else 120.0
@@ -235,3 +238,10 @@ def test_a_worker_makes_all_passes_that_it_is_told_to_however_long_they_take(pas
     forward: Any = SlowForward()
     assert fastest_pass(forward, 4, passes, lambda: float(forward.now)) == (60.0 if passes > 1 else 120.0)
     assert forward.passes == [4] * passes
+
+
+def test_a_warm_up_is_not_timed_and_later_passes_use_the_same_memory() -> None:
+    forward: Any = SlowForward()
+    assert fastest_pass(forward, 4, 1, lambda: float(forward.now), warm_up=True) == 60.0
+    assert forward.passes == [4, 4]
+    assert forward.bound == [(16, 2), {}]  # a second KV cache would drop the graph of the warm-up

@@ -21,7 +21,7 @@ from penstock_enginecore.forward.cuda.buffers import StepShape
 from penstock_enginecore.forward.cuda.decoder import FusedForward
 from penstock_enginecore.forward.cuda.graphs import StepGraphs
 from penstock_enginecore.forward.cuda.replayed_modules import ReplayedModules
-from penstock_enginecore.forward.dummy_inputs import blank_decodes
+from penstock_enginecore.forward.dummy_inputs import blank_step
 from penstock_enginecore.forward.modules import ModulesForward, probe_model
 from penstock_enginecore.lora.adapter import AdaptedForward, LoraAdapter, LoraSegment, LowRankUpdate
 from penstock_enginecore.lora.device_slots import Place, SlotLimits
@@ -380,7 +380,7 @@ def test_blank_steps_capture_what_steps_with_adapters_replay(tmp_path: Path) -> 
         each.bind(each.memory.throwaway(BLOCK_SIZE, 1 + 4 * BLOCKS_OF_A_REQUEST))
     newest = torch.zeros(8, dtype=torch.int32)
     before = forward.graph_stats()
-    forward.run(*blank_decodes(4, 1, BLOCK_SIZE, newest, adapted=True))
+    forward.run(*blank_step(4, 4, 1, BLOCK_SIZE, newest, adapted=True))
     assert forward.graph_stats().captured == 1
     adapter = random_adapter(expected._module, 5, 1)
     for each in (forward, expected):

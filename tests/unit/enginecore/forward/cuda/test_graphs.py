@@ -70,22 +70,100 @@ def test_replays_and_the_tokens_that_pad_them_are_counted() -> None:
     for shape, padding in (("a", 3), ("a", 2), ("b", 1), ("a", 1)):
         steps.run(shape, lambda: result, Padded(tokens=8, padding_tokens=padding, padding_rows=padding + 1))
     steps.count_launched()
-    counts = {"replays": 2, "launched": 3, "tokens": 16, "padding_tokens": 3, "padding_rows": 5}
+    counts = {"captures": 2, "replays": 2, "launched": 3, "tokens": 16, "padding_tokens": 3, "padding_rows": 5}
     assert steps.stats == GraphStats(captured=2, **counts)
     steps.clear()
     assert steps.stats == GraphStats(captured=0, **counts)
 
 
-def test_where_capturing_fails_steps_are_launched_and_the_log_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    log: list[str] = []
-    steps = StepGraphs(lambda: CountingGraph(log, "operation not permitted when stream is capturing"))
-    result = torch.zeros(1)
+class Captures:
+    """Graphs of steps whose names are their shapes. ``faults`` are the errors of the next captures, by shape."""
+
+    def __init__(self, **faults: list[str]) -> None:
+        self.faults = faults
+        self.log: list[str] = []
+        self.rooms: list[int] = []
+        self.renewed = 0
+        self.steps = StepGraphs(
+            lambda: CountingGraph(self.log, self.fault),
+            self.renew,
+            lambda: self.rooms.append(self.steps.stats.captured),
+        )
+
+    def renew(self) -> None:
+        self.renewed += 1
+
+    def run(self, *shapes: str) -> list[str]:
+        """Run a step of each shape. Returns what the graphs did."""
+        self.log.clear()
+        for shape in shapes:
+            pending = self.faults.get(shape, [])
+            self.fault = pending[0] if pending else None
+            before = len(self.log)
+            self.steps.run(shape, lambda: torch.zeros(1))
+            if "capture" in self.log[before:] and pending:
+                pending.pop(0)
+        return list(self.log)
+
+
+REFUSED = "operation not permitted when stream is capturing"
+SHORT = "CUDA out of memory. Tried to allocate 20.00 MiB"
+
+
+def test_a_failed_capture_costs_the_graph_of_its_own_shape_alone(caplog: pytest.LogCaptureFixture) -> None:
+    captures = Captures(a=[REFUSED])
     with caplog.at_level(logging.WARNING):
-        for shape in ("a", "a", "b"):
-            assert steps.run(shape, lambda: result) is result
-    assert log == ["capture"]
+        assert captures.run("a", "a", "b", "b", "a", "b") == ["capture", "capture", "replay", "replay"]
+    assert captures.steps.stats == GraphStats(captured=1, captures=1, failures=1, replays=2, launched=4)
+    assert captures.steps.refuses("a")
+    assert not captures.steps.failure  # other shapes are replayed
     [line] = caplog.messages
-    assert line.endswith("(slower) shape=a reason=operation not permitted when stream is capturing")
+    assert line.endswith(f"(slower) shape=a reason={REFUSED}")
+    captures.steps.clear()
+    assert captures.run("a", "b") == ["capture"]  # the failure did not depend on the cleared tensors
+
+
+def test_where_nothing_can_be_captured_three_shapes_are_tried() -> None:
+    captures = Captures(**{shape: [REFUSED] for shape in "abcd"})
+    assert captures.run("a", "b", "a") == ["capture", "capture"]
+    assert captures.steps.failure == REFUSED
+    assert not captures.steps.refuses("c")
+    assert captures.run("c", "d", "e") == ["capture"]
+    assert captures.steps.stats == GraphStats(failures=3, launched=6)
+
+
+def test_a_capture_without_memory_drops_the_least_used_graphs_and_is_tried_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    captures = Captures(f=[SHORT])
+    captures.run(*"abcde", *"abdeabde", "a")
+    with caplog.at_level(logging.WARNING):
+        captures.run("f")
+    assert captures.steps.stats.captured == 3
+    assert captures.rooms == [3]  # memory is freed after the graphs were dropped
+    assert "dropped=2 left=3 attempts_left=2" in caplog.text
+    assert captures.run("f", "f", *"abde") == ["capture", "replay", *["replay"] * 3]
+    assert captures.run("c", "c") == []  # a dropped shape does not displace another one
+    assert (captures.steps.stats.failures, captures.steps.stats.captures) == (1, 6)
+    assert captures.renewed == 0
+    captures.steps.clear()
+    assert captures.run("c") == ["capture"]
+
+
+def test_a_shape_that_never_finds_memory_is_tried_three_times() -> None:
+    captures = Captures(a=["CUDA error: out of memory"] * 9)
+    assert captures.run(*"aaaaaa") == ["capture"] * 3
+    assert captures.renewed == 0  # there was no graph to drop
+    assert captures.run("b", "b") == ["capture", "replay"]
+    captures.steps.clear()
+    assert captures.run(*"aaaa") == ["capture"] * 3
+
+
+def test_the_last_dropped_graph_renews_the_shared_memory() -> None:
+    captures = Captures(b=[SHORT])
+    captures.run("a", "b")
+    assert (captures.steps.stats.captured, captures.renewed) == (0, 1)
+    assert captures.run("b", "b") == ["capture", "replay"]
 
 
 @pytest.fixture
@@ -112,6 +190,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         "Stream": lambda: "side stream",
         "graph_pool_handle": lambda: "pool",
         "synchronize": lambda: calls.append("synchronize"),
+        "empty_cache": lambda: calls.append("empty cache"),
         "stream": on,
     }
     for name, fake in fakes.items():
@@ -140,6 +219,22 @@ def test_a_capture_that_fails_is_ended(fake_cuda: list[Any]) -> None:
     assert steps.run("a", launch) is result
     assert fake_cuda[-1] == "end"
     assert steps.run("a", launch) is result
+
+
+def test_a_capture_without_memory_gives_unused_memory_back(fake_cuda: list[Any]) -> None:
+    steps, result = cuda_graphs(), torch.zeros(1)
+    answers: list[Any] = [result, torch.OutOfMemoryError("CUDA out of memory"), result, result]
+
+    def launch() -> torch.Tensor:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    for _ in range(3):
+        assert steps.run("a", launch) is result
+    assert fake_cuda.count("empty cache") == 1
+    assert fake_cuda[-1] == "replay"
 
 
 def test_why_a_capture_fails_is_told_and_not_that_it_did(

@@ -17,6 +17,7 @@ from penstock_enginecore.forward.base import ForwardBatch
 from penstock_enginecore.forward.build import BuiltForward, ForwardConfig, build_forward
 from penstock_enginecore.forward.cuda import attention
 from penstock_enginecore.forward.cuda.attention import TritonAttention
+from penstock_enginecore.forward.cuda.buffers import StepShape
 from penstock_enginecore.forward.cuda.graphs import StepGraphs
 from penstock_enginecore.forward.cuda.replayed_modules import ReplayedModules
 from penstock_enginecore.forward.cuda.sampler import DeviceLauncher
@@ -117,7 +118,7 @@ def test_replayed_steps_have_the_logits_and_tokens_of_launched_ones(tmp_path: Pa
     ids[torch.from_numpy(batch.fed.places)] = NEWEST[torch.from_numpy(batch.fed.rows)].long()
     output = forward.run(batch, rows)
     assert forward.graph_stats() == GraphStats(
-        captured=1, replays=1, launched=1, tokens=4, padding_tokens=1, padding_rows=1
+        captured=1, captures=1, replays=1, launched=1, tokens=4, padding_tokens=1, padding_rows=1
     )
     found, chosen = output.logits.clone(), output.launched.token_ids.clone()
     assert torch.equal(NEWEST[torch.from_numpy(batch.choice.kept_rows)], chosen)
@@ -322,11 +323,11 @@ def test_capture_before_the_first_request_touches_no_states(recurrent: Callable[
     forward: Any = built.forward
     capture = GraphCapture.of(built, NewestTokens(CPU))
     assert capture is not None
-    assert capture.measure([4, 1], BLOCK_SIZE, lambda: 1000) == 0
+    assert capture.measure([StepShape(4, 4), StepShape(1, 1)], BLOCK_SIZE, lambda: 1000) == 0
     forward.bind(forward.memory.throwaway(BLOCK_SIZE, 8))
     layers = poisoned(forward)
     before = {name: [each.clone() for each in layer.tensors()] for name, layer in layers.items()}
-    capture.run([4, 1], 1, BLOCK_SIZE, lambda: 1000)
+    capture.run([StepShape(4, 4), StepShape(1, 1)], 1, BLOCK_SIZE, lambda: 1000)
     assert built.graphs().captured == 2
     for name, layer in layers.items():
         for tensor, old in zip(layer.tensors(), before[name], strict=True):
