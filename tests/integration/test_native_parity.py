@@ -44,6 +44,7 @@ DECODERS = tuple(name for name in ARCHITECTURES if class_name(name) in FAMILIES 
 DECODER_KINDS = (
     "exaone4",
     "gemma3",
+    "gpt_oss",
     "granite",
     "llama",
     "mistral",
@@ -57,8 +58,8 @@ DECODER_KINDS = (
 """One model type of each kind of decoder.
 
 The kinds are: layers without positions, factors of residual additions, norms after the residual addition, norms over all
-heads, mixtures of experts and a router, mixtures with extra parts, which modules compute between kernel calls, and
-layers that compute attention and MLP from the same input.
+heads, mixtures of experts and a router, mixtures with shared experts or biases, and layers that compute attention and
+MLP from the same input.
 """
 
 
@@ -75,6 +76,12 @@ def greedy(engine: EngineCore, name: str = "r", **params: Any) -> list[list[int]
     wanted = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, **params)
     run = generate(engine, [(f"{name}{i}", prompt, wanted) for i, prompt in enumerate(prompts())])
     return [run.tokens[f"{name}{i}"] for i in range(len(PROMPT_LENGTHS))]
+
+
+def expect_one_call(engine: EngineCore) -> None:
+    """Check that the decoder computes all layers in one call."""
+    executor: Any = engine.executor
+    assert executor._worker.runner._forward._layers.outside == {}
 
 
 def computing(engine: EngineCore) -> str:
@@ -105,6 +112,8 @@ def test_a_bfloat16_checkpoint_of_every_family_gives_the_tokens_of_float32(archi
     expected = expected_tokens(save_narrow_model(architecture, tmp_path, **SHAPE, **HELIUM.get(architecture, {})))
     engine = build_engine(tmp_path, cache=CACHE)
     assert ("decoder" if architecture in DECODERS else "linear") in computing(engine)
+    if architecture in DECODERS:
+        expect_one_call(engine)
     assert greedy(engine) == expected
     assert greedy(engine, "again") == expected
     engine.shutdown()
@@ -502,6 +511,7 @@ def test_inputs_are_not_rounded_where_that_changes_too_much(
         ("qwen2_moe", "auto"),
         ("qwen3_moe", "floats"),
         ("gpt_oss", "auto"),
+        ("llama4_text", "floats"),
         ("minimax_m2", "auto"),
         ("olmo3", "floats"),
         ("glm4", "auto"),
@@ -541,7 +551,7 @@ def test_logits_do_not_depend_on_the_batch_the_chunks_or_prefix_hits(
     assert all(len(set(rows)) == 1 for rows in seen.values())
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "gemma3", "gemma4_moe", "olmo2", "phi", "qwen3_moe", "qwen2_moe"])
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma3", "gemma4_moe", "olmo2", "phi", "qwen3_moe", "gpt_oss"])
 def test_the_last_layer_computes_only_needed_tokens_bit_for_bit(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

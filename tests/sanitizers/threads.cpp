@@ -86,6 +86,7 @@ class Caller {
         wide_(operators_, 40, 1024, seed + 4),
         fc_(operators_, kHidden, kStates, seed + 6),
         both_(operators_, (kHeads + 2) * kHead, 2 * kHidden, seed + 7),
+        router_(operators_, kExperts + 1, kHidden, seed + 10),
         embedding_(numbers(qkv_.linear.n * kHidden, seed + 5)),
         narrow_(3, seed + 8),
         wide_adapter_(9, seed + 9) {
@@ -97,6 +98,13 @@ class Caller {
     for (Layer& layer : layers_)
       layer = {norm_.data(), nullptr, norm_.data(), nullptr, nullptr, nullptr, qkv_.linear, out_.linear, gate_up_.linear, down_.linear,
                Mixture{}, {20, 0, 0.25f, 0.0f, nullptr}, kHeads, 1, kHead, 0, 0, 0, 0, 0, 0, 1.0f, 1.0f, 1.0f};
+    // The last layer has experts, of which one is shared, and no MLP.
+    Layer& last = layers_[kLayers - 1];
+    std::fill(experts_gate_up_, experts_gate_up_ + kExperts + 1, gate_up_.linear);
+    std::fill(experts_down_, experts_down_ + kExperts + 1, down_.linear);
+    last.gate_up = last.down = Linear{};
+    last.mixture = {{kExperts, 2, kSoftmax, 1, 1, 1, kGatedShared, 1.0f, nullptr, nullptr}, {kClampedGate, 1.7f, 7.0f}, 0, {},
+                    router_.linear, experts_gate_up_, experts_down_};
     Model model{kLayers, kHidden, 2 * kPanel, kSiluGate, 0, 0, 0, 0, 1e-5f, 0.0f, layers_, norm_.data(),
                       qkv_.linear, {}};
     decoder_ = std::make_unique<ChainingDecoder>(model, pool);
@@ -265,10 +273,11 @@ class Caller {
   }
 
  private:
-  static constexpr int64_t kLayers = 2, kHidden = 32, kHeads = 2, kHead = 16, kStates = 3 * kHidden;
+  static constexpr int64_t kLayers = 2, kHidden = 32, kHeads = 2, kHead = 16, kStates = 3 * kHidden, kExperts = 3;
   Operators operators_;
   std::vector<float> norm_;
-  Weight qkv_, out_, gate_up_, down_, wide_, fc_, both_;
+  Weight qkv_, out_, gate_up_, down_, wide_, fc_, both_, router_;
+  Linear experts_gate_up_[kExperts + 1], experts_down_[kExperts + 1];
   const std::vector<float> embedding_;
   Adapter narrow_, wide_adapter_;
   Layer layers_[kLayers];

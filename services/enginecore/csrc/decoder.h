@@ -36,7 +36,7 @@ class Decoder {
       gated_width_ = std::max(gated_width_, rounds(layer.down) && gates() ? row_width(layer.down) : model.intermediate);
       for (const Linear* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down, &layer.mixture.router}) look(*linear);
       if (layer.latent.num_heads > 0) look(layer.latent.up);
-      mixes_ = mixes_ || layer.mixture.num_experts > 0;
+      mixes_ = mixes_ || layer.mixture.routing.num_experts > 0;
       qkv_width_ = std::max(qkv_width_, layer.qkv.n + (layer.keys_as_values ? layer.num_kv_heads * layer.head_size : 0));
       heads_width_ = std::max(heads_width_, layer.output.k);
       changes_ = changes_ || has_both(layer) || after_attention(layer).changes() || after_mlp(layer).changes();
@@ -174,7 +174,7 @@ class Decoder {
 
   bool fuses() const { return model_.fusion.fc.n > 0; }
   bool gates() const { return model_.activation == kSiluGate || model_.activation == kGeluGate; }
-  static bool has_both(const Layer& layer) { return layer.gate_up.n > 0 && layer.mixture.num_experts > 0; }
+  static bool has_both(const Layer& layer) { return layer.gate_up.n > 0 && layer.mixture.routing.num_experts > 0; }
 
   // Computes the input of the first layer in an EAGLE head (see `Fusion` in model.h).
   bool fuse(Cursor& cursor) {

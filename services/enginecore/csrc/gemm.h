@@ -27,14 +27,17 @@
 
 namespace penstock {
 
-enum class Epilogue { kStore, kAdd, kSilu, kGelu };
+enum class Epilogue { kStore, kAdd, kSilu, kGelu, kClamped };
 
-// Returns the epilogue that computes a gate with the activation kSiluGate or kGeluGate.
-inline Epilogue gate_epilogue(int64_t activation) { return activation == kGeluGate ? Epilogue::kGelu : Epilogue::kSilu; }
+// Returns the epilogue that computes a gate with the activation kSiluGate, kGeluGate or kClampedGate.
+inline Epilogue gate_epilogue(int64_t activation) {
+  return activation == kClampedGate ? Epilogue::kClamped : activation == kGeluGate ? Epilogue::kGelu : Epilogue::kSilu;
+}
 
 // Where a product writes its sums, and the operation on the sums (epilogue). kStore: out = sum + bias. kAdd: out += sum + bias.
 // kSilu: each panel has a vector of gate features and a vector of up features, and out = silu(gate) * up. kGelu: the same with
-// gelu. If `rounded` is true, the output is stored as bfloat16, in the input format of the next product. `low_rank` has the LoRA
+// gelu. kClamped: the same with the gate that has the parameters `gate`. If a gated product has biases, they are added first. If
+// `rounded` is true, the output is stored as bfloat16, in the input format of the next product. `low_rank` has the LoRA
 // adapters of the product, or is null.
 struct Output {
   float* out;
@@ -45,6 +48,7 @@ struct Output {
   const float* scales = nullptr;
   bool rounded = false;
   const LowRank* low_rank = nullptr;
+  Gate gate{};
 };
 
 constexpr int64_t kPrefetch = 4096;  // distance in bytes from the weights that are multiplied to the weights that are prefetched
@@ -135,11 +139,22 @@ inline void unpack_row(const Linear& linear, int64_t row, float* to) {
   for (int64_t i = 0; i < linear.k; ++i) to[i] *= linear.scales[row];
 }
 
+// Returns the result of a gate. NaN stays NaN.
+inline vf gated(const Output& output, vf gate, vf up) {
+  if (output.epilogue != Epilogue::kClamped) return (output.epilogue == Epilogue::kGelu ? gelu(gate) : silu(gate)) * up;
+  const vf limit = splat(output.gate.limit), alpha = splat(output.gate.alpha);
+  gate = gate > limit ? limit : gate;
+  up = up > limit ? limit : up < -limit ? -limit : up;
+  return (up + splat(1.0f)) * (gate / (splat(1.0f) + exponential(-(alpha * gate))));
+}
+
 // Applies a gated epilogue to the sums of a panel, and writes the output. This is a separate function, so that `finish` is small
 // enough to be inlined in each tile.
 __attribute__((noinline)) inline void finish_gated(const vf (*sums)[2], int rows, const Output& output, int64_t row, int64_t panel) {
+  vf biases[2] = {};
+  if (output.bias != nullptr) biases[0] = load(output.bias + panel * kPanel), biases[1] = load(output.bias + panel * kPanel + kLanes);
   for (int i = 0; i < rows; ++i) {
-    const vf y = (output.epilogue == Epilogue::kGelu ? gelu(sums[i][0]) : silu(sums[i][0])) * sums[i][1];
+    const vf y = gated(output, sums[i][0] + biases[0], sums[i][1] + biases[1]);
     float* to = output.out + (row + i) * output.stride;
     if (vh half; output.rounded) split(y, half), store(reinterpret_cast<uint16_t*>(to) + panel * kLanes, half);
     else store(to + panel * kLanes, y);
@@ -154,7 +169,7 @@ __attribute__((always_inline)) inline void finish(vf (&sums)[kRows][2], const Ou
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) sums[i][0] *= left, sums[i][1] *= right;
   }
-  if (output.epilogue == Epilogue::kSilu || output.epilogue == Epilogue::kGelu) {
+  if (output.epilogue != Epilogue::kStore && output.epilogue != Epilogue::kAdd) {
     vf gated[kRows][2];  // a copy, so that `sums` can stay in registers with other epilogues
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) gated[i][0] = sums[i][0], gated[i][1] = sums[i][1];

@@ -11,6 +11,7 @@
 #include "gemm.h"
 #include "pool.h"
 #include "routing.h"
+#include "rows.h"
 
 namespace penstock {
 
@@ -25,10 +26,11 @@ class Mixing {
     counts_.reset(new LayerCounts[layers.size()]);
     for (const Layer& layer : layers) {
       const Mixture& mixture = layer.mixture;
-      num_experts_ = std::max(num_experts_, mixture.num_experts), top_ = std::max(top_, mixture.top);
-      for (int64_t i = 0; i < mixture.num_experts; ++i) {
+      if (mixture.routing.num_experts == 0) continue;
+      num_experts_ = std::max(num_experts_, all_experts(mixture.routing)), places_of_token_ = std::max(places_of_token_, places(mixture));
+      for (int64_t i = 0; i < all_experts(mixture.routing); ++i) {
         input_width_ = std::max(input_width_, row_width(mixture.gate_up[i]));
-        gated_width_ = std::max(gated_width_, mixture.gate_up[i].n / 2);
+        gated_width_ = std::max(gated_width_, mixture.gate_up[i].n / (has_gate(mixture.gate) ? 2 : 1));
         parts_width_ = std::max(parts_width_, row_width(mixture.down[i]));
       }
     }
@@ -36,7 +38,7 @@ class Mixing {
   }
 
   void resize(int64_t tokens, int64_t hidden) {
-    const int64_t pairs = tokens * top_;
+    const int64_t pairs = tokens * places_of_token_;
     logits_.resize(tokens, num_experts_);
     inputs_.resize(pairs, input_width_);
     gated_.resize(pairs, gated_width_);
@@ -46,25 +48,23 @@ class Mixing {
   }
 
   Output router_output(const Mixture& mixture) const {
-    return {logits_.data(), logits_.stride(), mixture.router.bias, mixture.num_experts, Epilogue::kStore};
+    return {logits_.data(), logits_.stride(), mixture.router.bias, mixture.router.n, Epilogue::kStore};
   }
 
   void route(const Mixture& mixture, int64_t token) {
-    const int64_t at = token * mixture.top;
-    route_row(logits_.row(token), mixture.num_experts, mixture.top, mixture.normalize != 0, &experts_[at], &weights_[at]);
-    if (mixture.scales == nullptr) return;
-    for (int64_t place = at; place < at + mixture.top; ++place) weights_[place] *= mixture.scales[experts_[place]];
+    const int64_t at = token * places(mixture);
+    route_row(mixture.routing, logits_.row(token), &experts_[at], &weights_[at]);
   }
 
   // Assigns a row to each pair (token, expert), and divides the experts' products into tasks.
   void plan(const Mixture& mixture, size_t layer, int64_t tokens) {
-    const int64_t count = tokens * mixture.top;
+    const int64_t count = tokens * places(mixture), experts = all_experts(mixture.routing);
     std::fill(ends_.begin(), ends_.end(), 0);
     for (int64_t pair = 0; pair < count; ++pair) ++ends_[experts_[pair]];
     int64_t first = 0;
     for (std::vector<Task>& tasks : tasks_) tasks.clear();
     row_experts_.clear();
-    for (int64_t expert = 0; expert < mixture.num_experts; ++expert) {
+    for (int64_t expert = 0; expert < experts; ++expert) {
       const int64_t rows = ends_[expert];
       ends_[expert] = first;
       if (rows == 0) continue;
@@ -83,8 +83,8 @@ class Mixing {
     num_rows_ = count;
     LayerCounts& counts = counts_[layer];
     counts.copies = (count + kRowTask - 1) / kRowTask;
-    bool splits_some = false;
-    for (int64_t expert = 0; expert < mixture.num_experts; ++expert) splits_some = splits_some || splits(mixture.down[expert]);
+    bool splits_some = !has_gate(mixture.gate);
+    for (int64_t expert = 0; expert < experts; ++expert) splits_some = splits_some || splits(mixture.down[expert]);
     counts.splits = splits_some ? (count + kRowTask - 1) / kRowTask : 0;
     for (int which : {0, 1}) counts.products[which] = static_cast<int64_t>(tasks_[which].size());
   }
@@ -93,20 +93,34 @@ class Mixing {
   int64_t num_splits(size_t layer) const { return counts_[layer].splits; }
   int64_t num_products(size_t layer, int which) const { return counts_[layer].products[which]; }
 
-  // Copies the input of each token to the token's rows.
+  // Copies the input of each token to the token's rows. Until the products of `down`, `outputs_` is free for scaled inputs.
   void copy(const Mixture& mixture, int64_t task, const Buffer& from) {
-    each_row(task, [&](int64_t row) { put_row(mixture.gate_up[row_experts_[row]], from.row(pairs_[row] / mixture.top), inputs_.row(row)); });
+    each_row(task, [&](int64_t row) {
+      const Linear& linear = mixture.gate_up[row_experts_[row]];
+      const float* x = from.row(pairs_[row] / places(mixture));
+      if (mixture.scales_inputs != 0 && row_experts_[row] < mixture.routing.num_experts) {
+        float* scaled = outputs_.row(row);
+        for (int64_t i = 0; i < linear.k; ++i) scaled[i] = x[i] * weights_[pairs_[row]];
+        x = scaled;
+      }
+      put_row(linear, x, inputs_.row(row));
+    });
   }
 
   void gate(const Mixture& mixture, int64_t index) {
     const Task& task = tasks_[0][index];
     const Linear& linear = mixture.gate_up[task.expert];
-    multiply(task, linear, inputs_, {gated_.row(task.first), gated_.stride(), nullptr, linear.n, gate_epilogue(mixture.activation)});
+    const Epilogue epilogue = has_gate(mixture.gate) ? gate_epilogue(mixture.gate.activation) : Epilogue::kStore;
+    Output output{gated_.row(task.first), gated_.stride(), linear.bias, linear.n, epilogue};
+    output.gate = mixture.gate;
+    multiply(task, linear, inputs_, output);
   }
 
+  // Applies activations without a gate, and splits the inputs of the products `down` into parts.
   void split_gated(const Mixture& mixture, int64_t task) {
     each_row(task, [&](int64_t row) {
       const Linear& linear = mixture.down[row_experts_[row]];
+      if (!has_gate(mixture.gate)) activate(gated_.row(row), linear.k, mixture.gate.activation);
       if (splits(linear)) split_row(linear, gated_.row(row), gated_parts_.row(row));
     });
   }
@@ -121,12 +135,15 @@ class Mixing {
   // Returns the weighted sum of the outputs of a token's experts. The outputs and the sum have `n` elements. The sum is written to
   // the memory of the first expert's output. Each product of a weight and an output is rounded before the addition.
   const float* weighted_sum(const Mixture& mixture, int64_t token, int64_t n) {
-    const int64_t first = token * mixture.top;
-    float* sum = outputs_.row(places_[first]);
-    scale_row(sum, weights_[first], n);
-    for (int64_t place = 1; place < mixture.top; ++place) {
-      float* more = outputs_.row(places_[first + place]);
-      scale_row(more, weights_[first + place], n);
+    const int64_t first = token * places(mixture);
+    const auto scaled = [&](int64_t pair) {
+      float* output = outputs_.row(places_[pair]);
+      if (mixture.scales_inputs == 0 || experts_[pair] == mixture.routing.num_experts) scale_row(output, weights_[pair], n);
+      return output;
+    };
+    float* sum = scaled(first);
+    for (int64_t place = 1; place < places(mixture); ++place) {
+      const float* more = scaled(first + place);
       for (int64_t i = 0; i < n; ++i) sum[i] += more[i];
     }
     return sum;
@@ -153,16 +170,18 @@ class Mixing {
     for (int64_t row = task * kRowTask; row < std::min(num_rows_, (task + 1) * kRowTask); ++row) one(row);
   }
 
+  static int64_t places(const Mixture& mixture) { return num_places(mixture.routing); }
+
   static void multiply(const Task& task, const Linear& linear, const Buffer& from, const Output& output) {
     const Blocks blocks(task.rows, linear.n);
     Product(from.row(task.first), from.stride(), linear, output, blocks)(task.part);
   }
 
   static constexpr int64_t kRowTask = 4;
-  int64_t num_experts_ = 0, top_ = 0, input_width_ = 0, gated_width_ = 0, parts_width_ = 0;  // maxima over layers
+  int64_t num_experts_ = 0, places_of_token_ = 0, input_width_ = 0, gated_width_ = 0, parts_width_ = 0;  // maxima over layers
   Buffer logits_, inputs_, gated_, gated_parts_, outputs_;
-  std::vector<int64_t> experts_;      // [tokens, top]
-  std::vector<float> weights_;        // [tokens, top]
+  std::vector<int64_t> experts_;      // [tokens, places of a token]
+  std::vector<float> weights_;        // the same
   std::vector<int64_t> places_;       // row of each pair
   std::vector<int64_t> pairs_;        // pair of each row
   std::vector<int64_t> row_experts_;  // expert of each row

@@ -61,11 +61,19 @@ struct Segment {
   int64_t width;
 };
 
+// Gate of an MLP: `activation` is kSiluGate, kGeluGate or kClampedGate. `alpha` and `limit` are the parameters of kClampedGate, whose
+// result is (up + 1) gate logistic(alpha gate), with gates of at most `limit`, and values of up from -limit to limit. With another
+// activation, there is no gate, and the activation is applied to up.
+struct Gate {
+  int64_t activation;
+  float alpha;
+  float limit;
+};
+
 // Grouped matrix product: each group of rows is multiplied by a different weight. The rows from `ends[g - 1]` to `ends[g] - 1` are
 // multiplied by `linears[g]`. All weights have the same `n`, `k`, `kind` and `parts`. `from` [rows] has, for each row, the index of
 // the row of `x` that contains its inputs. `from` is null if the rows of `x` are in the order of the groups. If `gated` is not 0,
-// groups of kLanes rows of gate and of up alternate in the weights, there are no biases, and `out` is the `activation` of gate,
-// kSiluGate or kGeluGate, multiplied by up.
+// groups of kLanes rows of gate and of up alternate in the weights and biases, and `out` is the result of `gate`.
 struct Grouped {
   int64_t num_groups;
   const Linear* linears;
@@ -76,7 +84,7 @@ struct Grouped {
   float* out;
   int64_t out_stride;
   int64_t gated;
-  int64_t activation;
+  Gate gate;
 };
 
 // KV cache of a layer: keys and values of `num_slots` slots, with strides of `key_stride` and `value_stride` elements. The elements
@@ -184,8 +192,8 @@ struct Scan {
 
 // Activations of an MLP. kSiluGate and kGeluGate are applied to the gate before the multiplication by up. The others are applied to
 // the outputs of `gate_up`, which then has no gate. kGeluGate and kGelu are the tanh approximation of gelu. kExactGelu has an
-// absolute error of at most 1e-7 times the input.
-enum Activation : int64_t { kSiluGate, kGeluGate, kSquaredRelu, kRelu, kGelu, kExactGelu };
+// absolute error of at most 1e-7 times the input. Only experts may have kClampedGate (see Gate).
+enum Activation : int64_t { kSiluGate, kGeluGate, kSquaredRelu, kRelu, kGelu, kExactGelu, kClampedGate };
 
 // Norms of a layer with a mixture of experts beside its MLP. MLP, router and experts read the same hidden states. `router` and
 // `experts` are the norms of the inputs of router and experts. `mlp_out` and `experts_out` are applied to the outputs of MLP and
@@ -197,20 +205,49 @@ struct BesideNorms {
   const float* experts_out;
 };
 
-// Mixture of experts of a layer. In `gate_up` of the experts, groups of kLanes rows of gate and of up alternate. `activation` is
-// kSiluGate or kGeluGate. A token uses the `top` experts with the largest logits of `router`. The weights of these experts are the
-// softmax over all experts, divided by the sum of the weights if `normalize` is not 0, and multiplied by `scales` [experts] if
-// `scales` is not null. If `num_experts` is 0, the layer has no mixture. `norms` are null if the layer has no MLP.
-struct Mixture {
+inline bool has_gate(const Gate& gate) {
+  return gate.activation == kSiluGate || gate.activation == kGeluGate || gate.activation == kClampedGate;
+}
+
+// Functions that compute the scores of experts from the logits of a router.
+enum Scoring : int64_t { kSoftmax, kLogistic };
+
+// Expert that computes every token, in addition to the experts that the router chooses. With kGatedShared, its output is multiplied
+// by the logistic function of the last logit of the router.
+enum Shared : int64_t { kNoShared, kShared, kGatedShared };
+
+// Choice of a token's experts, and of their weights. A router has one logit for each expert. The token uses the `top` experts with
+// the largest scores. If `correction` [experts] is not null, it is added to the scores for this choice, but not for the weights. If
+// `groups` is greater than 1, only experts in the `kept` best groups of consecutive experts are chosen. The score of a group is its
+// largest score, or with a correction the sum of its two largest scores. The weights of the chosen experts are their scores. These
+// weights are divided by their sum if `normalize` is not 0, multiplied by `factor`, and multiplied by `scales` [experts] if `scales`
+// is not null. The expert `shared` follows the chosen experts. Its index is `num_experts`, and its weight 1 if it has no gate.
+struct Routing {
   int64_t num_experts;
   int64_t top;
+  int64_t scoring;
   int64_t normalize;
-  int64_t activation;
+  int64_t groups;
+  int64_t kept;
+  int64_t shared;
+  float factor;
+  const float* correction;
   const float* scales;
+};
+
+// Mixture of experts of a layer. In `gate_up` of the experts, groups of kLanes rows of gate and of up alternate, or there is no gate.
+// The weights of a
+// token's experts multiply the outputs of the experts. If `scales_inputs` is not 0, the weights of the experts that the router
+// chooses multiply the inputs instead. If `routing.num_experts` is 0, the layer has no mixture. `norms` are null if the layer has no
+// MLP.
+struct Mixture {
+  Routing routing;
+  Gate gate;
+  int64_t scales_inputs;
   BesideNorms norms;
   Linear router;
-  const Linear* gate_up;  // [experts]
-  const Linear* down;     // [experts]
+  const Linear* gate_up;  // [experts], and then the shared expert
+  const Linear* down;     // the same
 };
 
 // Kinds of recurrent layers: the gated delta rule, Mamba-2's state space duality, and a short convolution between two gates.
@@ -455,13 +492,11 @@ struct Chain {
   const int64_t* vocabulary;
 };
 
-// Choice of the experts of each token [tokens, top], and of the weights of these experts, from the router's `logits` [tokens,
-// stride], as in Mixture.
+// Choice of the experts of each token, and of the weights of these experts, from the router's `logits` [tokens, stride]. `experts`
+// and `weights` are [tokens, top], or [tokens, top + 1] with a shared expert.
 struct Route {
   int64_t num_tokens;
-  int64_t num_experts;
-  int64_t top;
-  int64_t normalize;
+  Routing routing;
   const float* logits;
   int64_t stride;
   int64_t* experts;

@@ -82,9 +82,9 @@ class Operators {
 
   // Routes tokens on the calling thread, because to start other threads would take longer than the work.
   void route(const Route& route) {
+    const int64_t places = num_places(route.routing);
     for (int64_t t = 0; t < route.num_tokens; ++t)
-      route_row(route.logits + t * route.stride, route.num_experts, route.top, route.normalize != 0, route.experts + t * route.top,
-                route.weights + t * route.top);
+      route_row(route.routing, route.logits + t * route.stride, route.experts + t * places, route.weights + t * places);
   }
 
   void attend(const Attention& attention) { attend(attention, penstock::attend); }
@@ -211,8 +211,8 @@ class Operators {
       const Linear& linear = grouped_.linears[group];
       const Blocks blocks(grouped_.ends[group] - first, linear.n);
       const float* x = gathers() ? padded_.row(first) : grouped_.x + first * grouped_.stride;
-      const Output output{grouped_.out + first * grouped_.out_stride, grouped_.out_stride, linear.bias, linear.n,
-                          grouped_.gated ? gate_epilogue(grouped_.activation) : Epilogue::kStore};
+      Output output{grouped_.out + first * grouped_.out_stride, grouped_.out_stride, linear.bias, linear.n, Epilogue::kStore};
+      if (grouped_.gated) output.epilogue = gate_epilogue(grouped_.gate.activation), output.gate = grouped_.gate;
       Product(x, gathers() ? padded_.stride() : grouped_.stride, linear, output, blocks)(part);
     });
   }

@@ -16,6 +16,7 @@ from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
 from penstock_enginecore.forward.base import ForwardBatch
 from penstock_enginecore.forward.modules import module_bytes
 from penstock_enginecore.forward.native_inputs import EmbeddingLookup, EmbeddingRows, Rotaries, StepRotaries, Turns
+from penstock_enginecore.forward.native_mixtures import PackedMixture
 from penstock_enginecore.forward.native_support import (
     ACTIVATIONS,
     GATE_ACTIVATIONS,
@@ -44,7 +45,7 @@ from penstock_enginecore.native.attention import (
     params_struct,
 )
 from penstock_enginecore.native.backend import PackedLayers
-from penstock_enginecore.native.experts import PackedExperts, PackedRouter
+from penstock_enginecore.native.experts import PackedExperts
 from penstock_enginecore.native.ffi_structs import (
     BesideNorms,
     Cache,
@@ -58,6 +59,7 @@ from penstock_enginecore.native.ffi_structs import (
     Model,
     Params,
     Recurrence,
+    Routing,
     Step,
 )
 from penstock_enginecore.native.latents import packed_heads
@@ -106,8 +108,8 @@ class DecoderLayers:
 
     ``struct`` points into the packed weights. The modules keep the weights of projections until ``free`` is called. The
     constructor packs each mixture of experts and immediately frees the original weights, because both copies would not
-    fit into memory. ``outside`` has, by layer index, the MLP modules that the kernels do not compute. These modules
-    have parts other than experts and router, or their experts are distributed among ranks.
+    fit into memory. ``outside`` has, by layer index, the MLP modules that the kernels do not compute inside the decoder.
+    These modules have parts that the kernels do not support, or their experts are distributed among ranks.
 
     Hidden states in the kernels are the model's hidden states divided by ``unit``, the model's factor for residual
     additions. So the kernels can add without this factor. Norms of hidden states give the same result with a smaller
@@ -290,16 +292,17 @@ class DecoderLayers:
 
     def _mixture(self, index: int, layer: LayerPlan) -> Mixture:
         mlp: Any = layer.mlp_module
-        self._mixture_bytes += PackedLayers(mlp, self._library).num_bytes
-        plain = isinstance(layer.mlp, ExpertsPlan) and layer.mlp.is_plain and isinstance(mlp.experts, PackedExperts)
-        products, router = (mlp.experts.products, mlp.gate) if plain else (None, None)
-        if products is None or not isinstance(router, PackedRouter):
+        plan = layer.mlp if isinstance(layer.mlp, ExpertsPlan) else None
+        if plan is None or not PackedMixture.takes(self._library, plan, mlp):
+            self._mixture_bytes += PackedLayers(mlp, self._library).num_bytes
             self.outside[index] = mlp
             return Mixture()
-        gate_up, down = self._expert_structs(products)
-        gate = mlp.experts.gate or 0
-        how = (len(gate_up), router.top, router.normalize, gate)
-        return Mixture(*how, None, BesideNorms(), router.packed.struct, gate_up, down)
+        packed: PackedMixture = self._kept(PackedMixture(self._library, plan, mlp))
+        self._mixture_bytes += packed.num_bytes
+        if packed.is_whole:
+            return packed.struct
+        self.outside[index] = packed
+        return Mixture()
 
     def _mixture_beside(self, module: Any, plan: BesidePlan) -> Mixture:
         """Pack the experts that the layer ``module`` has beside its MLP, and free their original weights."""
@@ -307,16 +310,17 @@ class DecoderLayers:
         experts.free()
         give_back_free()  # without this call, the C library would keep freed blocks of this size
         self._mixture_bytes += experts.num_bytes
-        if experts.products is None:
+        if experts.gate is None:
             raise TypeError(f"the kernels do not compute the activation of {type(plan.module).__name__}")
         gate_up, down = self._expert_structs(experts.products)
         norms = (self.norm(norm) for norm in (plan.norm_before, *plan.norms_after))
+        routing = Routing(
+            num_experts=len(gate_up), top=plan.top_k, normalize=True, factor=1.0, scales=self._floats(plan.scales)
+        )
         return Mixture(
-            len(gate_up),
-            plan.top_k,
-            True,
-            experts.gate or 0,
-            self._floats(plan.scales),
+            routing,
+            experts.gate,
+            False,
             BesideNorms(self.norm(plan.router_norm, plan.router_factor), *norms),
             self.pack(plan.router.weight, plan.router.bias),
             gate_up,

@@ -263,8 +263,14 @@ class ExpertsPlan:
     The weights of a token's experts are the probabilities of the ``top_k`` most likely experts, scaled to sum to 1 if
     ``renormalize``. The MLP ``shared`` computes every token in addition to these experts. ``router`` is ``[experts,
     hidden size]``, ``gate_up`` ``[experts, 2 * intermediate size, hidden size]`` and ``down`` ``[experts, hidden size,
-    intermediate size]``. With ``ClampedGate`` the last two sizes are swapped. ``biases`` are the biases of router,
-    gate_up and down.
+    intermediate size]``. With ``ClampedGate`` or ``scales_inputs`` the last two sizes are swapped. ``biases`` are the
+    biases of router, gate_up and down.
+
+    The output of ``shared`` is multiplied by the logistic function of the output of ``shared_gate``, if the mixture has
+    this linear layer. If ``scales_inputs``, as in Llama 4, the weight of an expert is the logistic function of its
+    logit, and multiplies the input of the expert instead of its output. If the experts are not ``gated``, ``gate_up`` is
+    only the up projection, ``[experts, intermediate size, hidden size]``. If the experts are ``divided`` among ranks,
+    ``gate_up`` and ``down`` have only this rank's experts.
     """
 
     router: torch.nn.Parameter
@@ -276,16 +282,15 @@ class ExpertsPlan:
     biases: tuple[torch.nn.Parameter, torch.nn.Parameter, torch.nn.Parameter] | None = None
     grouped: GroupedRouting | None = None
     shared: MLPPlan | None = None
+    shared_gate: Linear | None = None
+    scales_inputs: bool = False
+    gated: bool = True
+    divided: bool = False
 
     @property
     def num_experts(self) -> int:
         """Number of experts."""
         return len(self.router)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether a softmax routes the tokens, and the mixture has no parts other than experts and a router."""
-        return self.biases is None and self.grouped is None and self.shared is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,6 +393,8 @@ class ModelPlan:
             found += layer.attention.linears
             mlp = layer.mlp.shared if isinstance(layer.mlp, ExpertsPlan) else layer.mlp
             found += mlp.linears if isinstance(mlp, MLPPlan) else []
+            if isinstance(layer.mlp, ExpertsPlan) and layer.mlp.shared_gate is not None:
+                found.append(layer.mlp.shared_gate)
         return found
 
     @property

@@ -136,8 +136,14 @@ FAMILIES: Mapping[str, Family] = {
     "VaultGemmaForCausalLM": _GEMMA,
 }
 """Properties by class name of the causal language model."""
-_ALWAYS_NORMALIZE = frozenset({"MixtralTopKRouter", "Qwen3VLMoeTextTopKRouter"})
-SOFTMAX_ROUTERS = _ALWAYS_NORMALIZE | {
+CLAMPED_ROUTER = "GptOssTopKRouter"
+"""Name of the router class of gpt-oss, whose weights are a softmax over only the chosen experts. A softmax over all experts,
+scaled so that the sum over the chosen experts is 1, gives the same weights.
+"""
+CORRECTED_ROUTER = "MiniMaxM2TopKRouter"
+"""Name of the router class of MiniMax-M2, which adds a correction of its mixture to the logistic function of the logits."""
+_ALWAYS_NORMALIZE = frozenset({CLAMPED_ROUTER, "MixtralTopKRouter", "Qwen3VLMoeTextTopKRouter", "Qwen3_5MoeTopKRouter"})
+SOFTMAX_ROUTERS = (_ALWAYS_NORMALIZE - {CLAMPED_ROUTER}) | {
     "FlexOlmoTopKRouter",
     "OlmoeTopKRouter",
     "Qwen2MoeTopKRouter",
@@ -153,4 +159,5 @@ def is_known(module: torch.nn.Module) -> bool:
 
 def sums_to_one(router: Any) -> bool:
     """Return whether a router scales the weights of a token's experts so that their sum is 1."""
-    return type(router).__name__ in _ALWAYS_NORMALIZE or bool(router.norm_topk_prob)
+    kind = type(router).__name__
+    return kind in _ALWAYS_NORMALIZE or kind == CORRECTED_ROUTER or bool(router.norm_topk_prob)

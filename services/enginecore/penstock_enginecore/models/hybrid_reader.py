@@ -18,15 +18,17 @@ from penstock_enginecore.models.decoder_plan import (
     RecurrentPlan,
 )
 from penstock_enginecore.models.errors import UnsuitableError
-from penstock_enginecore.models.families import Family
+from penstock_enginecore.models.families import Family, sums_to_one
 from penstock_enginecore.models.plan_reader import (
     AttentionNames,
     PlanReader,
     embedding_scale,
     is_dense,
+    is_divided,
+    own_experts,
     rotary_variant,
 )
-from penstock_enginecore.models.quantization.layers import QuantizedLinear
+from penstock_enginecore.models.quantization.layers import DOWN, QuantizedLinear
 
 _PLAIN = Family()
 _LLAMA = AttentionNames()
@@ -345,7 +347,32 @@ class _BlockReader(_RecurrentReader):
             residual_scale=1.0,
         )
 
-    def _block_mlp(self, mlp: Any) -> MLPPlan | OtherMixture:
-        if hasattr(mlp, "experts"):
-            return OtherMixture(f"{self._names[mlp]} has experts without gates")
-        return self.mlp(mlp)
+    def _block_mlp(self, mlp: Any) -> MLPPlan | ExpertsPlan | OtherMixture:
+        if not hasattr(mlp, "experts"):
+            return self.mlp(mlp)
+        try:
+            return self._ungated_experts(mlp)
+        except UnsuitableError as e:
+            return OtherMixture(str(e))
+
+    def _ungated_experts(self, mlp: Any) -> ExpertsPlan:
+        """Return the plan of experts without gates, with DeepSeek's grouped routing and a shared expert."""
+        latent = ("fc1_latent_proj", "fc2_latent_proj")
+        self.expect(mlp, "NemotronHMoE", ("gate", "experts", "shared_experts", *latent))
+        if any(type(getattr(mlp, name)) is not torch.nn.Identity for name in latent):
+            raise UnsuitableError(f"the experts of {self._names[mlp]} have latent inputs and outputs")
+        gate, experts = mlp.gate, own_experts(mlp.experts)
+        self.expect(gate, "TopkRouter", (), ("weight",))
+        self.expect(experts, "Experts", ("act_fn",), ("up_proj", DOWN))
+        return ExpertsPlan(
+            router=gate.weight,
+            gate_up=experts.up_proj,
+            down=experts.down_proj,
+            top_k=int(gate.top_k),
+            renormalize=sums_to_one(gate),
+            activation=self.activation(experts, "act_fn"),
+            grouped=self._routing(mlp),
+            shared=self.mlp(mlp.shared_experts),
+            gated=False,
+            divided=is_divided(mlp.experts),
+        )

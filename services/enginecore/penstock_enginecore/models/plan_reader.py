@@ -32,7 +32,15 @@ from penstock_enginecore.models.decoder_plan import (
     present,
 )
 from penstock_enginecore.models.errors import UnsuitableError
-from penstock_enginecore.models.families import FAMILIES, SOFTMAX_ROUTERS, Factor, Family, is_known, sums_to_one
+from penstock_enginecore.models.families import (
+    CORRECTED_ROUTER,
+    FAMILIES,
+    SOFTMAX_ROUTERS,
+    Factor,
+    Family,
+    is_known,
+    sums_to_one,
+)
 from penstock_enginecore.models.latent_hook import LatentHeads
 from penstock_enginecore.models.quantization.layers import (
     DOWN,
@@ -289,7 +297,9 @@ class PlanReader:
         if is_dense(mlp):
             return self.mlp(mlp)
         try:
-            return self._clamped_experts(mlp) if hasattr(mlp, "router") else self._experts(mlp)
+            if not hasattr(mlp, "router"):
+                return self._experts(mlp)
+            return self._scaling_experts(mlp) if hasattr(mlp, "shared_expert") else self._clamped_experts(mlp)
         except UnsuitableError as e:
             return OtherMixture(str(e))
 
@@ -305,11 +315,15 @@ class PlanReader:
         )
 
     def _experts(self, mlp: Any) -> ExpertsPlan:
-        """Return the plan of experts with softmax routing, or with DeepSeek's grouped routing and shared experts."""
-        grouped = hasattr(mlp, "shared_experts")
-        self.expect(mlp, "", ("gate", "experts", "shared_experts") if grouped else ("gate", "experts"))
+        """Return the plan of experts with softmax routing, and possibly a shared expert with a gate. The experts may
+        also have DeepSeek's grouped routing and shared experts, or the routing of MiniMax-M2.
+        """
+        grouped, gated = hasattr(mlp, "shared_experts"), hasattr(mlp, "shared_expert_gate")
+        shared = ("shared_experts",) if grouped else ("shared_expert", "shared_expert_gate") if gated else ()
+        self.expect(mlp, "", ("gate", "experts", *shared))
         gate, kind = mlp.gate, type(mlp.gate).__name__
-        if not grouped and kind not in SOFTMAX_ROUTERS:
+        corrected = kind == CORRECTED_ROUTER
+        if not grouped and not corrected and kind not in SOFTMAX_ROUTERS:
             raise UnsuitableError(f"{self._names[gate]} is a {kind}, which is not a known router")
         self.expect(gate, "TopkRouter" if grouped else kind, (), ("weight",))
         experts, gate_up, down = self._stacks(mlp.experts, ("act_fn",), ())
@@ -320,8 +334,26 @@ class PlanReader:
             top_k=int(gate.top_k),
             renormalize=not self._family.deepseek_v2 and sums_to_one(gate),
             activation=self.activation(experts, "act_fn"),
-            grouped=self._routing(gate) if grouped else None,
-            shared=self.mlp(mlp.shared_experts) if grouped else None,
+            grouped=self._routing(mlp) if grouped or corrected else None,
+            shared=self.mlp(getattr(mlp, shared[0])) if shared else None,
+            shared_gate=self.linear(mlp.shared_expert_gate) if gated else None,
+            divided=is_divided(mlp.experts),
+        )
+
+    def _scaling_experts(self, mlp: Any) -> ExpertsPlan:
+        """Return the plan of Llama 4's experts."""
+        self.expect(mlp, "Llama4TextMoe", ("router", "experts", "shared_expert"))
+        self.expect(mlp.router, "Llama4Router", (), ("weight",))
+        experts, gate_up, down = self._stacks(mlp.experts, ("act_fn",), ())
+        return ExpertsPlan(
+            router=mlp.router.weight,
+            gate_up=gate_up,
+            down=down,
+            top_k=int(mlp.router.top_k),
+            renormalize=False,
+            activation=self.activation(experts, "act_fn"),
+            shared=self.mlp(mlp.shared_expert),
+            scales_inputs=True,
         )
 
     def _beside(self, layer: Any) -> BesidePlan:
@@ -362,9 +394,13 @@ class PlanReader:
             renormalize=True,
             activation=ClampedGate(float(experts.alpha), float(experts.limit)),
             biases=(router.bias, experts.gate_up_proj_bias, experts.down_proj_bias),
+            divided=is_divided(mlp.experts),
         )
 
-    def _routing(self, gate: Any) -> GroupedRouting:
+    def _routing(self, mlp: Any) -> GroupedRouting:
+        gate = mlp.gate
+        if type(gate).__name__ == CORRECTED_ROUTER:
+            return GroupedRouting(lambda: mlp.e_score_correction_bias, 1, 1, 1.0)
         groups, kept, scale = gate.num_group, gate.topk_group, float(gate.routed_scaling_factor)
         if not self._family.deepseek_v2:
             return GroupedRouting(lambda: gate.e_score_correction_bias, int(groups), int(kept), scale)
@@ -379,7 +415,7 @@ class PlanReader:
     ) -> tuple[Any, ExpertsWeight, ExpertsWeight]:
         """Return the model's own experts module, and the two weights of this module."""
         quantized = type(experts) is QuantizedExperts
-        own = experts.experts if quantized else experts
+        own = experts.experts if quantized else own_experts(experts)
         self.expect(own, "Experts", parts, (GATE_UP, DOWN, *biases))
         return (own, experts.gate_up, experts.down) if quantized else (own, own.gate_up_proj, own.down_proj)
 
@@ -462,6 +498,16 @@ def is_dense(mlp: torch.nn.Module) -> bool:
     """
     parts = mlp._modules.keys() - set(_ACTIVATION_NAMES)
     return any(parts == {*each, _AFTER_ACTIVATION.get(each[0], "down_proj")} for each in _BEFORE_ACTIVATION)
+
+
+def own_experts(experts: Any) -> Any:
+    """Return the module with this rank's experts, if ``experts`` dispatches tokens to ranks, otherwise ``experts``."""
+    return experts.experts if is_divided(experts) else experts
+
+
+def is_divided(experts: Any) -> bool:
+    """Return whether ``experts`` dispatches tokens to ranks, and this rank has only some of the experts."""
+    return bool(getattr(experts, "has_routed_experts", False))
 
 
 def mlp_part(layer: Any) -> Any:

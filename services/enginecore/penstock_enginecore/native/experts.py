@@ -11,9 +11,9 @@ import torch
 from transformers.activations import ACT2FN
 from transformers.integrations.moe import _default_apply_gate
 
-from penstock_enginecore.models.dtypes import widened
-from penstock_enginecore.models.families import SOFTMAX_ROUTERS, sums_to_one
-from penstock_enginecore.native.ffi_structs import Grouped, Linear, Route
+from penstock_enginecore.models.dtypes import NarrowWeight, widened
+from penstock_enginecore.models.families import CLAMPED_ROUTER, SOFTMAX_ROUTERS, sums_to_one
+from penstock_enginecore.native.ffi_structs import Gate, Grouped, Linear, Route, Routing
 from penstock_enginecore.native.library import NativeLibrary
 from penstock_enginecore.native.weights import VECTORS, PackedWeight, fits_bfloat16, interleaved, multiply
 
@@ -34,14 +34,14 @@ class PackedRouter(torch.nn.Module):
         super().__init__()
         self._forward_pre_hooks, self._forward_hooks = router._forward_pre_hooks, router._forward_hooks
         self._library = library
-        self.packed = PackedWeight(library, router.weight)
+        self.packed = PackedWeight(library, router.weight, getattr(router, "bias", None))
         self.top: int = router.top_k
         self.normalize = sums_to_one(router)
 
     @staticmethod
     def takes(module: torch.nn.Module) -> bool:
         """Return whether ``module`` is a router of a supported class, with float32 weights on the CPU."""
-        if type(module).__name__ not in SOFTMAX_ROUTERS:
+        if type(module).__name__ not in {*SOFTMAX_ROUTERS, CLAMPED_ROUTER}:
             return False
         weight: Any = module.weight
         return weight.dtype == torch.float32 and weight.device.type == "cpu" and len(weight) <= MAX_EXPERTS
@@ -56,19 +56,22 @@ class PackedRouter(torch.nn.Module):
         float32 ``[tokens, top]``, and the experts' indices int64 ``[tokens, top]``.
         """
         logits = multiply(self._library, self.packed, hidden_states.reshape(-1, self.packed.k))
-        weights = logits.new_empty(len(logits), self.top)
-        experts = torch.empty(len(logits), self.top, dtype=torch.int64)
-        route = Route(
-            *logits.shape,
-            self.top,
-            self.normalize,
-            logits.data_ptr(),
-            logits.stride(0),
-            experts.data_ptr(),
-            weights.data_ptr(),
-        )
-        self._library.call("route", ctypes.byref(route))
+        routing = Routing(num_experts=self.packed.n, top=self.top, normalize=self.normalize, factor=1.0)
+        weights, experts = choose(self._library, routing, logits)
         return logits, weights, experts
+
+
+def choose(library: NativeLibrary, routing: Routing, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the weights of each token's experts, float32, and the experts, int64. Both are ``[tokens, top]``, or
+    ``[tokens, top + 1]`` if a shared expert follows the chosen experts. ``logits`` is float32 ``[tokens, outputs of the
+    router]``.
+    """
+    places = routing.top + bool(routing.shared)
+    weights = logits.new_empty(len(logits), places)
+    experts = torch.empty(len(logits), places, dtype=torch.int64)
+    route = Route(len(logits), routing, logits.data_ptr(), logits.stride(0), experts.data_ptr(), weights.data_ptr())
+    library.call("route", ctypes.byref(route))
+    return weights, experts
 
 
 # Weight of a router, by which the kernels multiply inputs. The experts of a token do not depend on other tokens.
@@ -121,6 +124,8 @@ _GATES: Mapping[type, int] = {
     type(ACT2FN["gelu_pytorch_tanh"]): 1,
 }
 """Numbers that stand for activations of gates in the kernels' interface, by the class of the activation module."""
+_CLAMPED = 6
+"""Number that stands for the gate of gpt-oss in the kernels' interface."""
 
 
 class PackedExperts(torch.nn.Module):
@@ -187,11 +192,11 @@ class PackedExperts(torch.nn.Module):
         return self._up[expert].memory + self._down[expert].memory
 
     @property
-    def products(self) -> tuple[list[PackedWeight], list[PackedWeight]] | None:
-        """Packed weights of each expert: one weight with the interleaved rows of gate and up, and the weight of down.
-        None if the kernels do not compute the activation of these experts.
+    def products(self) -> tuple[list[PackedWeight], list[PackedWeight]]:
+        """Packed weights of each expert: one weight for gate and up, and the weight of down. If the kernels compute the
+        gate, the rows of gate and up are interleaved.
         """
-        return None if self.gate is None else (self._up, self._down)
+        return self._up, self._down
 
     @property
     def layout(self) -> str:
@@ -202,9 +207,9 @@ class PackedExperts(torch.nn.Module):
         return f"{weights}, {self._library.lanes} lanes, {'plain' if self.gate is None else 'gated'}"
 
     def free(self) -> None:
-        """Free the weights of the original module."""
+        """Free the weights of the original module, also for other objects that refer to these weights."""
         for name in self._names:
-            setattr(self._unpacked[0], name, torch.nn.Parameter(torch.empty(0), requires_grad=False))
+            free(self._unpacked[0], name)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -252,28 +257,9 @@ class PackedExperts(torch.nn.Module):
         ends: npt.NDArray[np.int64],
         from_rows: npt.NDArray[np.int64] | None = None,
         *,
-        gate: int | None = None,
+        gate: Gate | None = None,
     ) -> torch.Tensor:
-        """Return products of groups of rows. The rows of ``x`` are taken in the order ``from_rows``. Group i ends
-        before row ``ends[i]``, and is multiplied by ``weights[i]``. If ``gate`` is not None, the kernels also compute
-        this activation.
-        """
-        x = x.contiguous()
-        out = x.new_empty(int(ends[-1]), weights[0].n // (1 if gate is None else 2))
-        grouped = Grouped(
-            len(weights),
-            (Linear * len(weights))(*(weight.struct for weight in weights)),
-            ends.ctypes.data,
-            None if from_rows is None else from_rows.ctypes.data,
-            x.data_ptr(),
-            x.shape[1],
-            out.data_ptr(),
-            out.shape[1],
-            gate is not None,
-            gate or 0,
-        )
-        self._library.call("grouped", ctypes.byref(grouped))
-        return out
+        return grouped_product(self._library, weights, x, ends, from_rows, gate=gate)
 
     def _pack(self, experts: Any, name: str, expert: int) -> PackedWeight:
         weights = {each: getattr(experts, each)[expert] for each in self._names}
@@ -281,12 +267,61 @@ class PackedExperts(torch.nn.Module):
 
     def _rows(self, weights: Mapping[str, torch.Tensor], name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the weight ``name`` of an expert with its rows in the order that the kernels need, and the bias."""
-        weight = weights[name]
+        weight, bias = weights[name], weights.get(f"{name}_bias")
         if self._unpacked[0].is_transposed:
             weight = weight.T
         if self.gate is not None and name == "gate_up_proj":
-            weight = interleaved(self._library, *weight.chunk(2))
-        return weight, weights.get(f"{name}_bias")
+            weight = interleaved(self._library, *self._halves(weight))
+            if bias is not None:
+                bias = interleaved(self._library, *self._halves(bias[:, None]))[:, 0]
+        return weight, bias
+
+    def _halves(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rows of gate, and the rows of up."""
+        if not self._unpacked[0].is_concatenated:
+            return rows[::2], rows[1::2]
+        gate, up = rows.chunk(2)
+        return gate, up
+
+
+def free(module: Any, name: str) -> None:
+    """Free the parameter ``name`` of ``module``, also for other objects that refer to this parameter, such as a plan."""
+    parameter = getattr(module, name)
+    if isinstance(parameter, NarrowWeight):
+        parameter.kept = parameter.kept.new_empty(0)
+    else:
+        parameter.data = parameter.data.new_empty(0)
+    setattr(module, name, torch.nn.Parameter(torch.empty(0), requires_grad=False))
+
+
+def grouped_product(
+    library: NativeLibrary,
+    weights: Sequence[PackedWeight],
+    x: torch.Tensor,
+    ends: npt.NDArray[np.int64],
+    from_rows: npt.NDArray[np.int64] | None = None,
+    *,
+    gate: Gate | None = None,
+) -> torch.Tensor:
+    """Return products of groups of rows. The rows of ``x`` are taken in the order ``from_rows``. Group i ends before row
+    ``ends[i]``, and is multiplied by ``weights[i]``. If ``gate`` is not None, the kernels also compute this activation.
+    """
+    x = x.contiguous()
+    out = x.new_empty(int(ends[-1]), weights[0].n // (1 if gate is None else 2))
+    grouped = Grouped(
+        len(weights),
+        (Linear * len(weights))(*(weight.struct for weight in weights)),
+        ends.ctypes.data,
+        None if from_rows is None else from_rows.ctypes.data,
+        x.data_ptr(),
+        x.shape[1],
+        out.data_ptr(),
+        out.shape[1],
+        gate is not None,
+        gate or Gate(),
+    )
+    library.call("grouped", ctypes.byref(grouped))
+    return out
 
 
 def weighted_sum(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -302,10 +337,11 @@ def weighted_sum(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def gate_of(library: NativeLibrary, experts: Any) -> int | None:
-    """Return the number of the experts' activation, if the kernels can compute it as part of the first matrix product,
-    otherwise None.
-    """
+def gate_of(library: NativeLibrary, experts: Any) -> Gate | None:
+    """Return the gate of experts, if the kernels can compute it as part of the first matrix product, otherwise None."""
+    if type(experts).__name__ == "GptOssExperts":
+        rows = experts.gate_up_proj.shape[2]
+        return None if rows % (2 * library.lanes) else Gate(_CLAMPED, float(experts.alpha), float(experts.limit))
     plain = (
         experts.has_gate
         and experts.is_concatenated
@@ -314,4 +350,5 @@ def gate_of(library: NativeLibrary, experts: Any) -> int | None:
         and type(experts)._apply_gate is _default_apply_gate
         and experts.gate_up_proj.shape[1] % (2 * library.lanes) == 0
     )
-    return _GATES.get(type(experts.act_fn)) if plain else None
+    activation = _GATES.get(type(experts.act_fn)) if plain else None
+    return None if activation is None else Gate(activation)

@@ -55,6 +55,12 @@ class Segment(ctypes.Structure):
     _fields_ = [("updates", _Pointer), ("first", _Int), ("end", _Int), ("width", _Int)]
 
 
+class Gate(ctypes.Structure):
+    """Gate of an MLP: the number of its activation, and the parameters of a clamped gate."""
+
+    _fields_ = [("activation", _Int), ("alpha", ctypes.c_float), ("limit", ctypes.c_float)]
+
+
 class Grouped(ctypes.Structure):
     """Grouped matrix product: each group of rows is multiplied by a separate weight."""
 
@@ -68,7 +74,7 @@ class Grouped(ctypes.Structure):
         ("out", _Pointer),
         ("out_stride", _Int),
         ("gated", _Int),
-        ("activation", _Int),
+        ("gate", Gate),
     ]
 
 
@@ -104,17 +110,32 @@ class BesideNorms(ctypes.Structure):
     _fields_ = [("router", _Pointer), ("experts", _Pointer), ("mlp_out", _Pointer), ("experts_out", _Pointer)]
 
 
-class Mixture(ctypes.Structure):
-    """Mixture of experts of a layer: the experts and their router. All fields are 0 if the layer has no experts.
-    ``scales`` are factors of the experts' weights, or null. ``norms`` are null if the layer has no MLP.
-    """
+class Routing(ctypes.Structure):
+    """Choice of a token's experts by the logits of a router, and of the experts' weights. Pointers may be null."""
 
     _fields_ = [
         ("num_experts", _Int),
         ("top", _Int),
+        ("scoring", _Int),
         ("normalize", _Int),
-        ("activation", _Int),
+        ("groups", _Int),
+        ("kept", _Int),
+        ("shared", _Int),
+        ("factor", ctypes.c_float),
+        ("correction", _Pointer),
         ("scales", _Pointer),
+    ]
+
+
+class Mixture(ctypes.Structure):
+    """Mixture of experts of a layer: the experts and their router. All fields are 0 if the layer has no experts.
+    ``norms`` are null if the layer has no MLP.
+    """
+
+    _fields_ = [
+        ("routing", Routing),
+        ("gate", Gate),
+        ("scales_inputs", _Int),
         ("norms", BesideNorms),
         ("router", Linear),
         ("gate_up", ctypes.POINTER(Linear)),
@@ -373,13 +394,11 @@ class Chain(ctypes.Structure):
 
 
 class Route(ctypes.Structure):
-    """Choice of the experts of each token from a router's inputs, and the experts' weights."""
+    """Choice of the experts of each token from the logits of a router, and the experts' weights."""
 
     _fields_ = [
         ("num_tokens", _Int),
-        ("num_experts", _Int),
-        ("top", _Int),
-        ("normalize", _Int),
+        ("routing", Routing),
         ("logits", _Pointer),
         ("stride", _Int),
         ("experts", _Pointer),

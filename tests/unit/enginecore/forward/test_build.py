@@ -96,7 +96,7 @@ def test_the_native_decoder_is_batch_invariant_and_reports_it_if_required(path: 
 
 
 def test_batch_invariance_refuses_a_model_whose_experts_pytorch_computes(tmp_path: Path) -> None:
-    save_tiny_model("llama4_text", tmp_path, hidden_size=64)
+    save_tiny_model("llama4_text", tmp_path, hidden_size=64, intermediate_size=42)
     assert build(load(tmp_path), KernelsConfig(isa="baseline")).computing.startswith("baseline kernels (decoder,")
     with pytest.raises(
         ModelLoadError, match="Llama4ForCausalLM; PyTorch computes the model's experts; set kernels.batch"

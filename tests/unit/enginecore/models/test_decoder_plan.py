@@ -117,6 +117,27 @@ def test_gpt_oss_has_sinks_and_experts_with_biases(tmp_path: Path) -> None:
     assert found.family.turned == "half"
 
 
+def test_llama_4_scales_the_inputs_of_its_experts(tmp_path: Path) -> None:
+    dense, sparse = (layer.mlp for layer in plan("llama4_text", tmp_path).layers)
+    assert isinstance(dense, MLPPlan)
+    assert isinstance(sparse, ExpertsPlan)
+    assert sparse.scales_inputs
+    assert sparse.shared is not None
+    assert (sparse.num_experts, sparse.top_k, sparse.renormalize, sparse.shared_gate) == (4, 2, False, None)
+    with pytest.raises(UnsuitableError, match="a mixture of experts scales the inputs of its experts"):
+        mlp_of(sparse, 1.0, TorchKernels())
+
+
+def test_the_shared_expert_of_qwen2_has_a_gate(tmp_path: Path) -> None:
+    mlp = plan("qwen2_moe", tmp_path).layers[0].mlp
+    assert isinstance(mlp, ExpertsPlan)
+    assert mlp.shared is not None
+    assert mlp.shared_gate is not None
+    assert mlp.shared_gate.out_features == 1
+    with pytest.raises(UnsuitableError, match="a mixture of experts has a gate for its shared expert"):
+        mlp_of(mlp, 1.0, TorchKernels())
+
+
 def test_an_mlp_may_have_no_gate(tmp_path: Path) -> None:
     mlp = plan("arcee", tmp_path).layers[0].mlp
     assert isinstance(mlp, MLPPlan)

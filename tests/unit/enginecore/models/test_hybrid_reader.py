@@ -8,13 +8,29 @@ import torch
 
 from penstock_enginecore.config import ModelConfig
 from penstock_enginecore.forward.modules import ProbedModel, probe_model
-from penstock_enginecore.models.decoder_plan import AttentionPlan, MLPPlan, ModelPlan, OtherMixture, RecurrentPlan
+from penstock_enginecore.models.decoder_plan import (
+    AttentionPlan,
+    ExpertsPlan,
+    MLPPlan,
+    ModelPlan,
+    OtherMixture,
+    RecurrentPlan,
+)
 from penstock_enginecore.models.errors import UnsuitableError
 from penstock_enginecore.models.hybrid_reader import HYBRIDS, NEMOTRON, hybrid_has_mixtures, plan_hybrid
 from penstock_enginecore.models.loader import load_model
 from tests.fakes.models.tiny_models import save_tiny_model
 
 CPU = torch.device("cpu")
+NEMOTRON_EXPERTS = {
+    "hybrid_override_pattern": "M*ME",
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+    "n_group": 2,
+    "topk_group": 1,
+}
 
 
 def load(architecture: str, path: Path, **changes: Any) -> ProbedModel:
@@ -86,10 +102,27 @@ def test_an_mlp_after_another_is_refused(tmp_path: Path) -> None:
         plan_hybrid(probed.model.module, probed.calls)
 
 
-def test_experts_beside_a_shared_expert_stay_modules(tmp_path: Path) -> None:
+def test_nemotrons_experts_have_no_gates(tmp_path: Path) -> None:
+    probed = load("nemotron_h", tmp_path, **NEMOTRON_EXPERTS)
+    mlp = plan_hybrid(probed.model.module, probed.calls).layers[2].mlp
+    assert isinstance(mlp, ExpertsPlan)
+    assert mlp.grouped is not None
+    assert mlp.shared is not None
+    assert (mlp.gated, mlp.shared.gated, mlp.activation, mlp.num_experts) == (False, False, "relu2", 4)
+    probed = load("nemotron_h", tmp_path / "latent", **NEMOTRON_EXPERTS, moe_latent_size=16)
+    other = plan_hybrid(probed.model.module, probed.calls).layers[2].mlp
+    assert other == OtherMixture("the experts of model.layers.3.mixer have latent inputs and outputs")
+
+
+def test_a_shared_expert_beside_experts_may_have_a_gate(tmp_path: Path) -> None:
     probed = load("qwen3_5_moe", tmp_path)
     found = plan_hybrid(probed.model.module, probed.calls)
-    assert all(isinstance(layer.mlp, OtherMixture) for layer in found.layers)
+    for layer in found.layers:
+        mlp = layer.mlp
+        assert isinstance(mlp, ExpertsPlan)
+        assert mlp.renormalize
+        assert mlp.shared is not None
+        assert mlp.shared_gate in found.linears
     assert hybrid_has_mixtures(probed.model.module)
 
 

@@ -31,7 +31,8 @@ MODELS = {
     "gemma4_moe": {"num_experts": 8, "top_k_experts": 3},
     "glm4": {},
     "glm4_moe": {"num_hidden_layers": 3},
-    "llama4_text": {"interleave_moe_layer_step": 5},  # PyTorch computes its experts
+    "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 3},
+    "llama4_text": {"num_local_experts": 8, "num_experts_per_tok": 3},
     "olmo2": {},
     "olmoe": {
         "num_experts": 37,
@@ -58,8 +59,9 @@ MODELS = {
 - Layers without positions, and several rotary embeddings.
 - Caps of logits, fused projections, and sizes that are no multiples of a vector's length.
 - Heads of several shapes, values that are the keys, and factors of layers' outputs.
-- Dense layers next to mixtures of experts, mixtures beside dense MLPs in the same layer, and mixtures whose extra parts
-  modules compute.
+- Dense layers next to mixtures of experts, and mixtures beside dense MLPs in the same layer.
+- Experts with biases and a clamped gate, experts whose inputs are scaled, shared experts with and without a gate, and
+  routers that choose groups of experts.
 - Rotation of neighbouring elements, of a part of each head, and before the norms of queries and keys.
 - Queries scaled by position, norms that subtract the mean, and attention and MLP with the same input.
 - Activations without a gate.

@@ -63,7 +63,8 @@ def route(tokens: int, *, experts: int = NUM_EXPERTS) -> tuple[torch.Tensor, tor
 
 @pytest.mark.parametrize("tokens", [1, 2, 7, 33, 130])
 @pytest.mark.parametrize(
-    ("kind", "width"), [("mixtral", 64), ("mixtral", 24), ("gelu", 64), ("gpt_oss", 64), ("nemotron_h", 24)]
+    ("kind", "width"),
+    [("mixtral", 64), ("mixtral", 24), ("gelu", 64), ("gpt_oss", 64), ("gpt_oss", 24), ("nemotron_h", 24)],
 )
 def test_packed_experts_compute_what_transformers_do(
     library: NativeLibrary, kind: str, width: int, tokens: int
@@ -223,6 +224,20 @@ def test_experts_take_the_place_of_their_module_with_its_hooks(library: NativeLi
     torch.testing.assert_close(model[0](*step), expected, rtol=1e-4, atol=1e-4)
     assert sum(parameter.numel() for parameter in experts.parameters()) == 0
     doubled.remove()
+
+
+def test_the_gate_of_gpt_oss_is_clamped_and_keeps_nan(library: NativeLibrary) -> None:
+    experts = make("gpt_oss")
+    with torch.no_grad():
+        experts.gate_up_proj.mul_(20)  # most gates and up values are beyond the limits
+    packed = PackedExperts(library, experts)
+    assert packed.gate is not None
+    states, chosen, weights = route(30)
+    torch.testing.assert_close(packed(states, chosen, weights), experts(states, chosen, weights), rtol=1e-4, atol=1e-3)
+    states[7, 3] = torch.nan
+    found = packed(states, chosen, weights)
+    assert found[7].isnan().all()
+    assert not found[:7].isnan().any()
 
 
 def test_experts_of_another_kind_are_left_alone(library: NativeLibrary) -> None:

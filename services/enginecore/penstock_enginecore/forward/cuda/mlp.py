@@ -393,6 +393,14 @@ def mlp_of(
     if isinstance(plan, OtherMixture):
         raise UnsuitableError(plan.reason)
     if isinstance(plan, ExpertsPlan):
+        others = {
+            "scales the inputs of its experts": plan.scales_inputs,
+            "has a gate for its shared expert": plan.shared_gate is not None,
+            "is divided among ranks": plan.divided,
+            "has experts without gates": not plan.gated,
+        }
+        if odd := next((part for part, applies in others.items() if applies), None):
+            raise UnsuitableError(f"a mixture of experts {odd}")
         return Experts.of(plan, scale, kernels)
     if not plan.gated:
         raise UnsuitableError("the model's MLPs have no gate")
