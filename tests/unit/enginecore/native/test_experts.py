@@ -13,6 +13,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 
+from penstock_enginecore.models.dtypes import narrow, num_bytes
 from penstock_enginecore.native.backend import PackedLayers
 from penstock_enginecore.native.experts import PackedExperts, RouterWeight
 from penstock_enginecore.native.library import NativeLibrary, open_library
@@ -238,6 +239,16 @@ def test_the_gate_of_gpt_oss_is_clamped_and_keeps_nan(library: NativeLibrary) ->
     found = packed(states, chosen, weights)
     assert found[7].isnan().all()
     assert not found[:7].isnan().any()
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_freed_weights_need_no_memory_even_if_a_plan_refers_to_them(half: bool) -> None:
+    experts = make("mixtral")
+    if half:
+        narrow(experts.bfloat16())
+    held = list(experts.parameters())
+    PackedExperts(open_library("baseline", 1), experts).free()
+    assert sum(map(num_bytes, (*held, *experts.parameters()))) == 0
 
 
 def test_experts_of_another_kind_are_left_alone(library: NativeLibrary) -> None:
