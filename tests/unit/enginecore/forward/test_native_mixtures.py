@@ -9,13 +9,17 @@ from transformers import DeepseekV2Config, DeepseekV3Config
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
+from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.forward.native import NativeForward
 from penstock_enginecore.forward.native_mixtures import PackedMixture
 from penstock_enginecore.native.experts import choose
 from penstock_enginecore.native.ffi_structs import Routing
 from penstock_enginecore.native.library import NativeLibrary, open_library
+from tests.fakes.engines.in_process import build_engine, generate
 from tests.fakes.engines.instruction_sets import runnable
-from tests.fakes.models.tiny_models import save_narrow_model
+from tests.fakes.models.tiny_models import save_narrow_model, save_tiny_model
+from tests.fakes.models.transformers_greedy import greedy_tokens
+from tests.unit.enginecore.models.test_hybrid_reader import NEMOTRON_EXPERTS
 from tests.unit.enginecore.native.test_decoder import build, run
 
 TOKENS, VOCAB = 40, 333
@@ -54,6 +58,21 @@ def test_a_mixture_between_calls_of_the_decoder_gives_the_bits_of_one_inside(
     between = build(tmp_path, "auto")
     assert list(outside(between)) == [0, 1]
     assert torch.equal(run(between, VOCAB, (16,)), inside)
+
+
+@pytest.mark.parametrize(("family", "changes"), [("nemotron_h", NEMOTRON_EXPERTS), ("qwen3_5_moe", {})])
+def test_models_with_recurrent_layers_compute_their_experts_inside_the_decoder(
+    family: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    torch.set_num_threads(1)
+    model = save_tiny_model(family, tmp_path, **changes)
+    prompt = list(range(3, 40))
+    engine = build_engine(tmp_path, cache={"block_size": 16, "num_blocks": 64})
+    executor: Any = engine.executor
+    assert outside(executor._worker.runner._forward) == {}
+    wanted = SamplingParams(temperature=0.0, max_tokens=8)
+    assert generate(engine, [("r", prompt, wanted)]).tokens["r"] == greedy_tokens(model, prompt, 8)
+    engine.shutdown()
 
 
 @pytest.mark.parametrize(
