@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 
 from penstock_common.types.sampling import SamplingParams, StructuredOutput
 from penstock_enginecore.core.engine_core import EngineCore
+from penstock_enginecore.executor.generation.step_sampling import StepSampling
 from penstock_enginecore.forward.cuda.sampler import DeviceLauncher
 from tests.fakes.engines.in_process import Run, build_engine, generate
 from tests.fakes.engines.late_device import LastMoment, choose_on_device
@@ -55,11 +56,28 @@ def other_requests() -> Requests:
         {"logprobs": 3},
         {"bad_word_token_ids": ((5,), (9, 7))},
         {"prompt_logprobs": 2},
+        {"logit_bias": {7: 4.0, 11: -9.0}, "min_tokens": 5, "stop_token_ids": list(range(0, VOCAB_SIZE, 3))},
+        {"repetition_penalty": 1.4, "logprobs": 1, "top_p": 0.9},
+        {"allowed_token_ids": list(range(2, 60)), "top_k": 9},
     ]
     return [
         (f"o{i}", prompt(4 + 3 * i, 50 + i), SamplingParams(temperature=1.0, seed=60 + i, max_tokens=7, **of))
         for i, of in enumerate(settings)
     ]
+
+
+def assert_equal_logprobs(found: Run, expected: Run) -> None:
+    """Check that the requests have the same log-probabilities, up to rounding."""
+    assert found.logprobs.keys() == expected.logprobs.keys()
+    for request_id, logprobs in expected.logprobs.items():
+        own = found.logprobs[request_id]
+        assert (own.offsets, own.token_ids, own.ranks) == (logprobs.offsets, logprobs.token_ids, logprobs.ranks)
+        assert own.logprobs == pytest.approx(logprobs.logprobs, abs=1e-5)
+
+
+def refuse_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make steps fail that wait for their own tokens."""
+    monkeypatch.setattr(StepSampling, "sample", None)
 
 
 def run(path: Path, requests: Requests, **sections: Any) -> tuple[Run, EngineCore]:
@@ -74,8 +92,9 @@ def run(path: Path, requests: Requests, **sections: Any) -> tuple[Run, EngineCor
         {"scheduler": {"max_num_batched_tokens": 9}},
         {"scheduler": {"max_num_batched_tokens": 12}, "cache": {"enable_prefix_caching": False}},
         {"scheduler": {"async_scheduling": False}},
+        {"speculative": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False}},
     ],
-    ids=["whole prompts", "pieces of prompts", "preemptions", "one step at a time"],
+    ids=["whole prompts", "pieces of prompts", "preemptions", "one step at a time", "drafts"],
 )
 @pytest.mark.parametrize("others", [False, True], ids=["plain", "with rules beside"])
 def test_tokens_are_those_of_an_engine_that_waits(
@@ -91,6 +110,7 @@ def test_tokens_are_those_of_an_engine_that_waits(
     found, engine = run(path, requests, **model, **sections)
     assert found.tokens == expected.tokens
     assert found.finish_reasons == expected.finish_reasons
+    assert_equal_logprobs(found, expected)
     assert engine.scheduler._async is sections.get("scheduler", {}).get("async_scheduling", True)
     if "cache" in sections and others:  # without the other requests, no request is preempted
         assert found.stats.num_preemptions > 0
@@ -105,6 +125,13 @@ def test_no_token_is_taken_from_the_host_before_a_request_needs_it(path: Path, m
     assert runner._batch._num_unknown > 60
 
 
+def test_requests_with_rules_do_not_make_other_requests_wait(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    choose_on_device(monkeypatch, LastMoment)
+    refuse_to_wait(monkeypatch)
+    _, engine = run(path, plain_requests() + other_requests())
+    assert engine.executor._worker.runner._batch._num_unknown > 0
+
+
 @pytest.mark.parametrize("others", [False, True], ids=["plain", "with rules beside"])
 def test_replayed_steps_choose_the_tokens_that_the_host_would(
     path: Path, others: bool, monkeypatch: pytest.MonkeyPatch
@@ -115,11 +142,17 @@ def test_replayed_steps_choose_the_tokens_that_the_host_would(
     choose_on_device(monkeypatch, LastMoment)
     apart: list[int] = []
     launch = DeviceLauncher.launch
-    monkeypatch.setattr(DeviceLauncher, "launch", lambda self, *args: apart.append(1) or launch(self, *args))
+    monkeypatch.setattr(
+        DeviceLauncher, "launch", lambda self, logits, *args: apart.append(len(logits)) or launch(self, logits, *args)
+    )
     engine = build_engine(path)
-    assert generate(engine, requests).tokens == expected.tokens
+    found = generate(engine, requests)
+    assert found.tokens == expected.tokens
+    assert_equal_logprobs(found, expected)
     assert engine.executor.worker_stats()[0].graphs.replays > 5
-    assert len(apart) == 0
+    # Only requests with rules are sampled apart. The first step scores a prompt, so all its requests are.
+    assert others or not apart
+    assert max(apart[1:], default=0) == (5 if others else 0)
 
 
 def test_decodes_are_replays_from_the_first_on(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,4 +213,5 @@ def test_constrained_requests_and_their_neighbours_get_the_same_tokens(
     requests = [("c", prompt(5, 1), constrained), *plain_requests()]
     expected, _ = run(tmp_path, requests)
     choose_on_device(monkeypatch, LastMoment)
+    refuse_to_wait(monkeypatch)
     assert run(tmp_path, requests)[0].tokens == expected.tokens

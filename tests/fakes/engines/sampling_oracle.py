@@ -15,8 +15,11 @@ def ruled_logits(
     eos_token_ids: Collection[int] = (),
     grammar: Collection[int] | None = None,
 ) -> list[float]:
-    """Return the logits after all rules. ``grammar``: token ids that the grammar allows."""
-    result = []
+    """Return the logits after all rules. ``grammar``: token ids that the grammar allows.
+
+    If no token is left, the bans of bad words and min_tokens have no effect.
+    """
+    result, unbanned = [], []
     for token_id, logit in enumerate(logits):
         value = logit + params.logit_bias.get(token_id, 0.0)
         if token_id in prompt or token_id in output:
@@ -25,11 +28,12 @@ def ruled_logits(
         value -= params.presence_penalty * (token_id in output)
         out = grammar is not None and token_id not in grammar
         out |= bool(params.allowed_token_ids) and token_id not in params.allowed_token_ids
+        unbanned.append(-math.inf if out else value)
         out |= _is_bad(token_id, params, output)
         if len(output) < params.min_tokens:
             out |= token_id in params.stop_token_ids or (not params.ignore_eos and token_id in eos_token_ids)
         result.append(-math.inf if out else value)
-    return result
+    return unbanned if max(result) == -math.inf else result
 
 
 def _is_bad(token_id: int, params: SamplingParams, output: Sequence[int]) -> bool:

@@ -89,7 +89,6 @@ class BuiltForward:
         launcher: Samples tokens on the device, or None if the device cannot sample.
         graphs: Function that returns statistics of replayed CUDA graphs, or None if no graphs are used. Thread-safe.
         vocabulary: Split of the logits among ranks, or None if each rank computes and samples complete logits.
-        batch_invariant: Whether logits are batch invariant, so that sampling must be batch invariant too.
         adapted_graphs: Whether steps with LoRA adapters also use CUDA graphs.
     """
 
@@ -99,7 +98,6 @@ class BuiltForward:
     launcher: TokenLauncher | None = None
     graphs: Callable[[], GraphStats] | None = None
     vocabulary: SplitVocabulary | None = None
-    batch_invariant: bool = False
     adapted_graphs: bool = False
 
 
@@ -174,7 +172,6 @@ def build_forward(model: LoadedModel, config: ForwardConfig) -> BuiltForward:
     _log(computing, proven)
     forward = serve() if proven.serves is None else proven.serves
     graphs = forward.graph_stats if isinstance(forward, _REPLAYING) and forward.replays else None
-    invariant = config.kernels.batch_invariant
     return BuiltForward(
         forward,
         _sampler(sampling, vocabulary),
@@ -182,7 +179,6 @@ def build_forward(model: LoadedModel, config: ForwardConfig) -> BuiltForward:
         launcher,
         graphs,
         vocabulary,
-        invariant,
         adapted_graphs=graphs is not None and isinstance(forward, _REPLAYING) and forward.replays_adapters,
     )
 

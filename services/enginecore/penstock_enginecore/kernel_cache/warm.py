@@ -147,9 +147,10 @@ def _steps(sizes: Sequence[int]) -> Iterator[tuple[ForwardBatch, IntArray]]:
 def _sample(vocab: int, dtype: torch.dtype) -> None:
     rows = 16
     sampler = TokenSampler(rows, vocab, _CPU)
-    logits = torch.zeros(rows, vocab, dtype=dtype)
     draws = Draws(*(torch.zeros(rows, dtype=each) for each in DRAW_DTYPES))
     token_ids, num_nans = torch.zeros(2, rows, dtype=torch.int32)
     peaks = torch.zeros(rows)
-    sampler.sample(logits, draws, token_ids, peaks, num_nans, filtered=True)
-    sampler.sample(logits, draws, token_ids, peaks, num_nans, filtered=False)
+    for of_logits in {dtype, torch.float32}:  # logits to which rules are applied are float32
+        logits = torch.zeros(rows, vocab, dtype=of_logits)
+        for filtered in (True, False):
+            sampler.sample(logits, draws, token_ids, peaks, num_nans, filtered=filtered)

@@ -1,6 +1,7 @@
 """Interface of samplers, the data types of this interface, and stateless random numbers."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -180,7 +181,7 @@ class SamplingInputs:
 
 @dataclass(frozen=True, slots=True)
 class PlainDraws:
-    """Sampling parameters of rows without rules, as arrays ``[rows]`` on the host: the settings in the dtypes that
+    """Sampling parameters of rows except their rules, as arrays ``[rows]`` on the host: the settings in the dtypes that
     kernels need, and the inputs of the random numbers.
 
     Attributes:
@@ -216,6 +217,24 @@ class PlainDraws:
             bool(settings.filtered.any()),
         )
 
+    def rows(self, rows: Sequence[int]) -> "PlainDraws":
+        """Return the parameters of the rows with the indices ``rows``."""
+        index = np.array(rows, dtype=np.int64)
+        temperature, max_distance = self.temperature[index], self.max_distance[index]
+        top_k, top_p = self.top_k[index], self.top_p[index]
+        drawn = temperature > 0
+        filtered = drawn & ((top_k > 0) | (top_p < 1) | np.isfinite(max_distance))
+        seeds, output_indices = self.seeds[index], self.output_indices[index]
+        return PlainDraws(
+            temperature, max_distance, top_k, top_p, seeds, output_indices, bool(drawn.any()), bool(filtered.any())
+        )
+
+    def greedy_in(self, rows: Sequence[int]) -> "PlainDraws":
+        """Return these parameters, but with greedy sampling in the rows with the indices ``rows``."""
+        temperature = self.temperature.copy()
+        temperature[np.array(rows, dtype=np.int64)] = 0
+        return replace(self, temperature=temperature, any_drawn=bool((temperature > 0).any()))
+
 
 @dataclass(frozen=True, slots=True)
 class LaunchedTokens:
@@ -223,6 +242,7 @@ class LaunchedTokens:
 
     ``results`` is int32 ``[2, at least num_rows]`` on the device. ``results[0]`` has the sampled tokens. ``results[1]``
     has, for each row of logits, the number of logits that are NaN or infinity, or 1 if all logits are minus infinity.
+    Logits of tokens that rules exclude do not count, as in ``SampledTokens``.
     """
 
     results: torch.Tensor
@@ -232,6 +252,11 @@ class LaunchedTokens:
     def token_ids(self) -> torch.Tensor:
         """The sampled tokens, int32 ``[num_rows]``, on the device."""
         return self.results[0, : self.num_rows]
+
+    def wait(self) -> "SampledTokens":
+        """Wait for the tokens, and return them on the host."""
+        token_ids, num_nans = self.results[:, : self.num_rows].numpy(force=True).astype(np.int64)
+        return SampledTokens(token_ids, num_nans if num_nans.any() else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,9 +290,10 @@ class Sampler(Protocol):
 class TokenLauncher(Protocol):
     """Interface of objects that start sampling on a device without waiting for the tokens."""
 
-    def launch(self, logits: torch.Tensor, draws: PlainDraws) -> LaunchedTokens:
+    def launch(self, logits: torch.Tensor, draws: PlainDraws, rules: LogitRules | None = None) -> LaunchedTokens:
         """Start to sample the tokens that a ``Sampler`` would return for ``logits`` ``[rows, vocab]``, after the work
         that is already queued on the device.
 
-        The caller may immediately launch later work that overwrites ``logits``.
+        ``logits`` is not changed, also if there are rules. The caller may immediately launch later work that overwrites
+        ``logits``.
         """

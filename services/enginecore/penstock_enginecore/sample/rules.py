@@ -3,21 +3,24 @@ request.
 
 The rules are applied in the order grammar, allowed tokens, bias, penalties, bans. Bans exclude bad words, and end
 tokens before min_tokens. Applying bans after penalties has the same effect as applying bans before penalties, because
-penalties never change a logit of minus infinity. Bans are applied last because they may have to be undone, see
-``lift_bans``.
+penalties never change a logit of minus infinity. Bans are applied last because they are undone in rows where no other
+token is left.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Self
+from functools import cache, partial
+from itertools import islice
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from penstock_common.types.sampling import SamplingParams
+from penstock_enginecore.sample.filters import peak
 from penstock_enginecore.structured_output.core.reasoning import ReasoningBudget
 
 IntArray = npt.NDArray[np.int64]
@@ -171,88 +174,111 @@ class LogitRules:
         return np.concatenate([np.zeros(0, dtype=np.int64), *(rule.rows for rule in rules if rule is not None)])
 
 
-def apply_rules(logits: torch.Tensor, rules: LogitRules, mask: "Masking | None" = None) -> torch.Tensor | None:
-    """Apply the rules to ``logits`` float32 ``[rows, vocab]`` in place. Return the logits that the banned tokens had
-    before they were banned, for ``lift_bans``.
-
-    If ``mask`` is given, it is used instead of ``mask_grammar``.
-    """
-    if rules.grammar is not None:
-        (mask or mask_grammar)(logits, rules.grammar)
-    if rules.allowed is not None:
-        keep_allowed(logits, rules.allowed)
-    if rules.bias is not None:
-        entries, bias = rules.bias
-        index = entries.index(logits.device)
-        logits[index] = logits[index] + torch.from_numpy(bias).to(logits.device)
-    if rules.penalties is not None:
-        penalize(logits, rules.penalties)
-    if rules.banned is None:
-        return None
-    index = rules.banned.index(logits.device)
-    before = logits[index]
-    logits[index] = NEVER
-    return before
-
-
-def lift_bans(logits: torch.Tensor, rules: LogitRules, before: torch.Tensor, rows: torch.Tensor) -> None:
-    """Undo the bans in the rows for which ``rows`` (bool ``[rows]``) is true, because no other token is left in these
-    rows.
-
-    An example is a grammar that allows only the end of the sequence while min_tokens forbids it.
-    """
-    if rules.banned is None:
-        return
-    row_index, token_ids = rules.banned.index(logits.device)
-    lifted = rows[row_index]
-    logits[row_index[lifted], token_ids[lifted]] = before[lifted]
-
-
 Masking = Callable[[torch.Tensor, GrammarRows], None]
+Upload = Callable[[Sequence[npt.NDArray[Any]]], Sequence[torch.Tensor]]
+"""Function that returns vectors of the host as tensors on the device of the logits."""
+
+
+def apply_rules(
+    logits: torch.Tensor, rules: LogitRules, mask: Masking | None = None, upload: Upload | None = None
+) -> None:
+    """Apply the rules to ``logits`` float32 ``[rows, vocab]`` in place.
+
+    The operations on ``logits`` never wait for the device. ``mask`` replaces ``mask_grammar``. ``upload`` replaces the
+    separate copies of the vectors to the device.
+    """
+    upload = upload or partial(_upload, logits.device)
+    steps: list[tuple[tuple[npt.NDArray[Any], ...], Callable[..., None]]] = []
+    if rules.grammar is not None and mask is not None:
+        mask(logits, rules.grammar)
+    elif rules.grammar is not None:
+        steps.append(_masking(logits, rules.grammar))
+    if (allowed := rules.allowed) is not None:
+        steps.append(((allowed.rows, allowed.token_ids, np.unique(allowed.rows)), _keep_allowed))
+    if rules.bias is not None:
+        biased, values = rules.bias
+        steps.append(((biased.rows, biased.token_ids, values), _add_bias))
+    if (counted := rules.penalties) is not None:
+        steps.append(((counted.rows, counted.token_ids, counted.repetition, counted.subtracted), _penalize))
+    if (banned := rules.banned) is not None:
+        steps.append(((banned.rows, banned.token_ids), _ban))
+    moved = iter(upload([vector for vectors, _ in steps for vector in vectors]))
+    for vectors, apply in steps:
+        apply(logits, *islice(moved, len(vectors)))
+
+
+def _upload(device: torch.device, vectors: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
+    return [torch.from_numpy(vector).to(device) for vector in vectors]
 
 
 def mask_grammar(logits: torch.Tensor, grammar: GrammarRows) -> None:
     """Set the logits of tokens whose bits are not set in the grammar masks to minus infinity."""
-    words = torch.from_numpy(np.ascontiguousarray(grammar.bitmask).view(np.uint8)).to(logits.device)
+    vectors, apply = _masking(logits, grammar)
+    apply(logits, *_upload(logits.device, vectors))
+
+
+def _masking(logits: torch.Tensor, grammar: GrammarRows) -> tuple[tuple[npt.NDArray[Any], ...], Callable[..., None]]:
+    words = np.ascontiguousarray(grammar.bitmask).view(np.uint8)
+    rows = grammar.rows
+    everything = len(rows) == len(logits) and bool((rows == np.arange(len(rows))).all())
+    return (rows, words.reshape(-1)), partial(_mask, everything=everything)
+
+
+def _mask(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor, *, everything: bool) -> None:
     # Look up the upper limits of eight logits for each byte of a mask, and take the minimum of logit and limit. On a
     # CPU, a masked fill is many times slower, because it branches.
-    limits = _byte_limits(logits.device)[words.int()].flatten(1)[:, : logits.shape[1]]
-    rows = torch.from_numpy(grammar.rows).to(logits.device)
-    if len(rows) == len(logits) and bool((grammar.rows == np.arange(len(rows))).all()):
+    limits = _byte_limits(logits.device)[words.view(len(rows), -1).int()].flatten(1)[:, : logits.shape[1]]
+    if everything:
         torch.minimum(logits, limits, out=logits)
     else:
         logits[rows] = torch.minimum(logits[rows], limits)
 
 
-def keep_allowed(logits: torch.Tensor, allowed: Entries) -> None:
-    """Set the logits of all tokens except the ``allowed`` tokens to minus infinity, in the rows that have ``allowed``
-    tokens.
-    """
-    index = allowed.index(logits.device)
-    kept = logits[index]
-    logits[torch.from_numpy(np.unique(allowed.rows)).to(logits.device)] = NEVER
-    logits[index] = kept
-
-
-def penalize(logits: torch.Tensor, penalties: PenaltyEntries) -> None:
-    """Divide positive logits by the repetition penalty and multiply other logits by the penalty. Then subtract
-    frequency and presence penalties.
-    """
-    entries = Entries(penalties.rows, penalties.token_ids)
-    index = entries.index(logits.device)
-    repetition, subtracted = (
-        torch.from_numpy(values).to(logits.device) for values in (penalties.repetition, penalties.subtracted)
-    )
-    values = logits[index]
-    logits[index] = torch.where(values > 0, values / repetition, values * repetition) - subtracted
-
-
+@cache
 def _byte_limits(device: torch.device) -> torch.Tensor:
     """Return a table ``[256, 8]`` with one row for each value of a byte and one column for each bit, the lowest bit
     first. An entry is infinity if the bit is set, otherwise minus infinity.
     """
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     return torch.from_numpy(np.where(bits == 1, np.float32(np.inf), np.float32(-np.inf))).to(device)
+
+
+def _keep_allowed(
+    logits: torch.Tensor, rows: torch.Tensor, token_ids: torch.Tensor, distinct_rows: torch.Tensor
+) -> None:
+    """Set the logits of all tokens except the allowed tokens to minus infinity, in the rows that have allowed tokens."""
+    kept = logits[rows, token_ids]
+    logits[distinct_rows] = NEVER
+    logits[rows, token_ids] = kept
+
+
+def _add_bias(logits: torch.Tensor, rows: torch.Tensor, token_ids: torch.Tensor, bias: torch.Tensor) -> None:
+    logits[rows, token_ids] = logits[rows, token_ids] + bias
+
+
+def _penalize(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    token_ids: torch.Tensor,
+    repetition: torch.Tensor,
+    subtracted: torch.Tensor,
+) -> None:
+    """Divide positive logits by the repetition penalty and multiply other logits by the penalty. Then subtract
+    frequency and presence penalties.
+    """
+    values = logits[rows, token_ids]
+    logits[rows, token_ids] = torch.where(values > 0, values / repetition, values * repetition) - subtracted
+
+
+def _ban(logits: torch.Tensor, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
+    """Set the logits of banned tokens to minus infinity, except in rows where no other token is left.
+
+    An example of such a row is a grammar that allows only the end of the sequence while min_tokens forbids it.
+    """
+    before = logits[rows, token_ids]
+    logits[rows, token_ids] = NEVER
+    empty = peak(logits)[0] == NEVER
+    logits[rows, token_ids] = torch.where(empty[rows], before, NEVER)
 
 
 class BadWords:
@@ -267,6 +293,11 @@ class BadWords:
         for word in words:
             if len(word) > 1:
                 self._by_token[word[-2]].append((word[:-1], word[-1]))
+
+    @property
+    def has_sequences(self) -> bool:
+        """Whether a sequence has several tokens, so that ``banned`` depends on the output."""
+        return bool(self._by_token)
 
     def banned(self, output: npt.NDArray[np.integer]) -> list[int]:
         """Return the tokens that must not follow the output tokens ``output``, because they would complete a bad
@@ -316,6 +347,11 @@ class RequestRules:
         if listed or params.min_tokens > 0 or has_penalties(params) or reasoning_budget is not None:
             return cls(params, token_ids, num_prompt_tokens, eos_token_ids, reasoning_budget)
         return None
+
+    @property
+    def reads_output(self) -> bool:
+        """Whether the rules depend on the output tokens, and not only on their number."""
+        return self.counts is not None or self._bad_words.has_sequences or self._reasoning_budget is not None
 
     def behind(self, output: npt.NDArray[np.integer], num_drafts: int) -> Self:
         """Return the rules for the position after the output tokens ``output``. The last ``num_drafts`` of these tokens

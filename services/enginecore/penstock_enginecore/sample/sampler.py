@@ -18,7 +18,7 @@ from penstock_common.types.outputs import Logprobs
 from penstock_enginecore.parallel.sharding import SplitVocabulary
 from penstock_enginecore.sample.base import FloatArray, SampledTokens, Sampler, SamplingInputs
 from penstock_enginecore.sample.filters import FilterInputs, draw_filtered, largest, peak, row_slices
-from penstock_enginecore.sample.rules import Entries, GrammarRows, LogitRules, apply_rules, lift_bans
+from penstock_enginecore.sample.rules import Entries, GrammarRows, LogitRules, apply_rules
 
 # Log-probabilities of the model's distribution before grammar, bias, penalties and temperature.
 
@@ -32,6 +32,12 @@ class TokenLogprobs:
     token_ids: torch.Tensor
     logprobs: torch.Tensor
     ranks: torch.Tensor
+
+    @classmethod
+    def unpack(cls, packed: npt.NDArray[np.int32]) -> "TokenLogprobs":
+        """Return the log-probabilities that ``pack_logprobs`` has packed."""
+        token_ids, logprobs, ranks = torch.from_numpy(packed)
+        return cls(token_ids.long(), logprobs.view(torch.float32), ranks)
 
     def add_to(self, logprobs: Logprobs, row: int, count: int) -> None:
         """Append the log-probabilities of one row to ``logprobs`` as one more position, with the ``count`` likeliest
@@ -49,8 +55,16 @@ def token_logprobs(logits: torch.Tensor, chosen: torch.Tensor, count: int) -> To
     ``logits`` is ``[rows, vocab]`` of any float dtype. The rank of a token is 1 plus the number of tokens that are
     strictly likelier.
     """
+    return TokenLogprobs.unpack(pack_logprobs(logits, chosen, count).numpy(force=True))
+
+
+def pack_logprobs(logits: torch.Tensor, chosen: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the log-probabilities that ``token_logprobs`` returns as one tensor on the device, int32 ``[3, rows, 1 +
+    count]``: token ids, the bits of the log-probabilities, and ranks. The call does not wait for the device.
+    """
     parts = [_part(logits[part], chosen[part, None], count) for part in row_slices(logits)]
-    return TokenLogprobs(*(torch.cat(columns).cpu() for columns in zip(*parts, strict=True)))
+    token_ids, logprobs, ranks = (torch.cat(columns) for columns in zip(*parts, strict=True))
+    return torch.stack([token_ids.int(), logprobs.view(torch.int32), ranks.int()])
 
 
 def _part(logits: torch.Tensor, chosen: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -112,11 +126,7 @@ class TorchSampler:
         kernels = self._kernels
         if inputs.rules:
             logits = logits.float()
-            before = apply_rules(
-                logits, inputs.rules, kernels.mask if kernels is not None and kernels.takes(logits) else None
-            )
-            if before is not None and bool((empty := peak(logits)[0] == float("-inf")).any()):
-                lift_bans(logits, inputs.rules, before, empty)
+            apply_rules(logits, inputs.rules, kernels.mask if kernels is not None and kernels.takes(logits) else None)
         kinds = inputs.kinds
         if kernels is not None and kernels.takes(logits):
             peaks, token_ids = kernels.sample(logits, kinds.plain_temperature, inputs.uniforms)

@@ -2,7 +2,9 @@
 
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,13 +13,15 @@ from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ExecutorCo
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheGroup
 from penstock_enginecore.core.scheduler.output import (
     CachedRequestData,
+    GrammarBitmask,
     ModelRunnerOutput,
     NewRequestData,
     SchedulerOutput,
 )
 from penstock_enginecore.executor.uniproc import UniprocExecutor
+from tests.fakes.engines.engine_server import wait_until
 from tests.fakes.engines.late_device import HeldCopies, choose_on_device
-from tests.fakes.models.tiny_models import save_tiny_model
+from tests.fakes.models.tiny_models import VOCAB_SIZE, save_tiny_model
 from tests.fakes.patience import PATIENCE
 
 DRAWN = SamplingParams(temperature=1.0, seed=7, top_p=0.95)
@@ -78,6 +82,21 @@ def launched(executor: UniprocExecutor) -> None:
     executor._thread.call(lambda: None)
 
 
+def count_passes(executor: UniprocExecutor) -> list[int]:
+    """Return a list that gets one entry for each forward pass that ends from now on."""
+    passes: list[int] = []
+    forward = executor._worker.runner._forward
+    run = forward.run
+
+    def counted(*args: Any, **options: Any) -> Any:
+        output = run(*args, **options)
+        passes.append(1)
+        return output
+
+    forward.run = counted
+    return passes
+
+
 def tokens(future: "Future[ModelRunnerOutput]") -> list[int]:
     return future.result(PATIENCE).sampled_token_ids[0]
 
@@ -131,24 +150,92 @@ def test_tokens_that_have_arrived_are_inputs_from_the_host(
     assert found == waited_for(path, 4)
 
 
-def test_a_request_with_rules_is_computed_once_the_tokens_before_are_there(
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=1.0, seed=7, logprobs=2),
+        SamplingParams(temperature=1.0, seed=7, logit_bias={5: 3.0, 8: -4.0}),
+        SamplingParams(temperature=1.0, seed=7, min_tokens=4, stop_token_ids=tuple(range(0, VOCAB_SIZE, 2))),
+        SamplingParams(temperature=0.0, allowed_token_ids=tuple(range(3, 40)), bad_word_token_ids=((4,), (5,))),
+    ],
+    ids=["log-probabilities", "bias", "min_tokens", "allowed tokens and bans"],
+)
+def test_rules_that_do_not_depend_on_tokens_wait_for_no_token(
+    path: Path, params: SamplingParams, copies: HeldCopies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = make_executor(path)
+    futures = [start(executor, first(params=params))] + [start(executor, nth(n)) for n in range(4)]
+    launched(executor)
+    assert not any(future.done() for future in futures)
+    for copy in copies.begun:
+        copy.release()
+    found = [token for future in futures for token in tokens(future)]
+    executor.shutdown()
+    monkeypatch.undo()
+    assert found == waited_for(path, 5, params)
+
+
+def test_penalties_wait_only_for_tokens_of_their_own_request(
     path: Path, copies: HeldCopies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     executor = make_executor(path)
     plain = start(executor, first("b"))
-    launched(executor)
     penalized = [start(executor, first(params=PENALIZED))]
-    # runs after all tasks that wait for the copy, unless a task did not wait
-    executor._thread.submit(copies.begun[0].release)
-    assert not penalized[0].done()
+    launched(executor)  # the request has no token yet, so its first step waits for nothing
+    assert len(copies.begun) == 2
+    passes = count_passes(executor)
+    penalized.append(start(executor, nth(0)))
+    assert not plain.done()
     copies.begun[0].release()
-    penalized += [start(executor, nth(n)) for n in range(4)]
-    found = [token for future in penalized for token in tokens(future)]
     assert tokens(plain)
-    assert len(copies.begun) == 1
+    # The forward pass of the second step runs before the token of the first step arrives.
+    wait_until(lambda: passes == [1])
+    assert not penalized[0].done()
+    assert len(copies.begun) == 2
+    found = []
+    for n in range(1, 5):
+        copies.begun[n].release()
+        found += tokens(penalized[n - 1])
+        launched(executor)
+        if n < 4:
+            penalized.append(start(executor, nth(n)))
+    copies.begun[5].release()
+    found += tokens(penalized[4])
     executor.shutdown()
     monkeypatch.undo()
     assert found == waited_for(path, 5, PENALIZED)
+
+
+def test_rows_beside_penalties_and_masks_stay_late_and_keep_their_tokens(
+    path: Path, copies: HeldCopies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = make_executor(path)
+    both = {"a": DRAWN, "p": PENALIZED, "c": SamplingParams(temperature=0.0)}
+    words = np.zeros((1, -(-VOCAB_SIZE // 32)), dtype=np.int32)
+    words[0, 2] = 1 << 7
+    steps = [first(name, params) for name, params in both.items()]
+    new = [each.new_requests[0] for each in steps]
+    for place, each in enumerate(new):
+        each.block_ids = ([1 + 5 * place + i for i in range(5)],)
+    executor.execute_model(SchedulerOutput(new_requests=new, num_scheduled_tokens=dict.fromkeys(both, len(PROMPT))))
+    futures = [executor.sample_tokens(GrammarBitmask(["c"], words))]
+    for n in range(4):
+        launched(executor)
+        assert not futures[-1].done()
+        copies.begun[-1].release()  # penalties need the token of the step before
+        cached = CachedRequestData(
+            request_ids=list(both), num_computed_tokens=[len(PROMPT) + n] * 3, new_block_ids=[None] * 3
+        )
+        executor.execute_model(SchedulerOutput(cached_requests=cached, num_scheduled_tokens=dict.fromkeys(both, 1)))
+        futures.append(executor.sample_tokens(GrammarBitmask(["c"], words)))
+    launched(executor)
+    copies.begun[-1].release()
+    found = [future.result(PATIENCE).sampled_token_ids for future in futures]
+    executor.shutdown()
+    monkeypatch.undo()
+    assert [step[0][0] for step in found] == waited_for(path, 5, DRAWN)
+    assert [step[1][0] for step in found] == waited_for(path, 5, PENALIZED)
+    assert [step[2] for step in found] == [[2 * 32 + 7]] * 5
 
 
 def test_a_row_that_went_to_another_request_keeps_that_ones_tokens(

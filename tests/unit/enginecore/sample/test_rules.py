@@ -293,4 +293,4 @@ def test_a_budget_alone_is_a_rule() -> None:
     batch = make_batch()
     budget = ReasoningBudget(limit=2, begin_token_id=2, end_token_id=3, begun=True)
     add(batch, "a", [1], [], SamplingParams(temperature=0.0), budget)
-    assert not batch.plain(["a"])
+    assert batch.ruled(["a"]) == [0]

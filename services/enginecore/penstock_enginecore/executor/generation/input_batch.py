@@ -274,30 +274,47 @@ class InputBatch:
             known_kinds=kinds,
         )
 
-    def plain_draws(self, request_ids: Sequence[str], offsets: IntArray | None = None) -> PlainDraws | None:
-        """Return the settings and seeds with which a device can sample the next token of each request.
-
-        Returns None if any request has rules or wants log-probabilities. For ``offsets``, see ``sampling_inputs``.
+    def draws(self, request_ids: Sequence[str], offsets: IntArray | None = None) -> PlainDraws:
+        """Return the settings and seeds with which a device can sample the next token of each request, without the
+        requests' rules. For ``offsets``, see ``sampling_inputs``.
         """
         settings = self._settings_of(request_ids)
         rows = settings.rows
-        if len(self.plain(request_ids)) < len(request_ids):
-            return None
         index = self._num_tokens[rows] - self._num_prompt_tokens[rows]
         if offsets is not None:
             index += offsets
         return PlainDraws.of(settings.draw, self._sampling.seed[rows], index)
 
+    def ruled(self, request_ids: Sequence[str], grammar: GrammarBitmask | None = None) -> list[int]:
+        """Return the indices of the requests that have rules or a mask in ``grammar``."""
+        constrained = set() if grammar is None else set(grammar.request_ids)
+        if not self._rules and not constrained:
+            return []
+        return [i for i, key in enumerate(request_ids) if self._rows[key] in self._rules or key in constrained]
+
+    def rules_of(
+        self, request_ids: Sequence[str], grammar: GrammarBitmask | None = None, offsets: IntArray | None = None
+    ) -> LogitRules:
+        """Return the rules for the next token of each request. ``request_ids`` must include all requests of
+        ``grammar``. For ``offsets``, see ``sampling_inputs``.
+        """
+        return self._logit_rules(request_ids, self._row_array(request_ids), grammar, offsets)
+
+    def awaits_output(self, request_ids: Sequence[str]) -> bool:
+        """Return whether the rules of a request depend on a token that the host has not received yet."""
+        if not self._rules or not self._num_unknown:
+            return False
+        for request_id in request_ids:
+            row = self._rows[request_id]
+            rules, last = self._rules.get(row), min(self._num_tokens[row], self._token_ids.shape[1]) - 1
+            # Tokens arrive in order, so the last token arrives last.
+            if rules is not None and rules.reads_output and self._token_ids[row, last] == _UNKNOWN:
+                return True
+        return False
+
     def rows_of(self, request_ids: Sequence[str]) -> IntArray:
         """Return the index of the row of each request, int64 ``[requests]``."""
         return self._settings_of(request_ids).rows
-
-    def plain(self, request_ids: Sequence[str]) -> Sequence[int]:
-        """Return the indices of the requests that have no rules and want no log-probabilities."""
-        others = self._rules.keys() | self._logprobs.keys()
-        if not others:
-            return range(len(request_ids))
-        return [i for i, request_id in enumerate(request_ids) if self._rows[request_id] not in others]
 
     def _settings_of(self, request_ids: Sequence[str]) -> RowSettings:
         """Return the sampling settings of requests. If the requests are the same as in the previous call, the previous
@@ -350,10 +367,7 @@ class InputBatch:
         else:
             self._token_ids[rows[fits], index[fits]] = token_ids[fits]
         self._num_tokens[rows] = index + 1
-        if self._rules:
-            for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
-                if rules := self._rules.get(row):
-                    rules.append(token_id)
+        self._count(rows, token_ids)
 
     def append_runs(self, request_ids: Sequence[str], runs: Sequence[Sequence[int]]) -> None:
         """Store the new tokens of each request, at least one per request. Drafts that are not among the new tokens are
@@ -383,8 +397,17 @@ class InputBatch:
     def take_tokens(self, expected: ExpectedTokens, token_ids: npt.NDArray[np.int32]) -> None:
         """Store the IDs ``token_ids`` of the tokens ``expected``. Rows that now belong to other requests are skipped."""
         stays = (self._tenants[expected.rows] == expected.tenants) & (expected.places < self._token_ids.shape[1])
-        self._token_ids[expected.rows[stays], expected.places[stays]] = token_ids[stays]
+        rows, token_ids = expected.rows[stays], token_ids[stays]
+        self._token_ids[rows, expected.places[stays]] = token_ids
         self._num_unknown -= len(expected.rows)
+        self._count(rows, token_ids)
+
+    def _count(self, rows: IntArray, token_ids: npt.NDArray[np.integer]) -> None:
+        """Record one new output token for the rules of each of the rows."""
+        if self._rules:
+            for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
+                if rules := self._rules.get(row):
+                    rules.append(token_id)
 
     def _logit_rules(
         self, request_ids: Sequence[str], rows: IntArray, grammar: GrammarBitmask | None, offsets: IntArray | None

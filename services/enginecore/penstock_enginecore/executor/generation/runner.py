@@ -50,7 +50,7 @@ from penstock_enginecore.media.towers import Towers
 from penstock_enginecore.models.loader import LoadedModel
 from penstock_enginecore.parallel.stage_links import StageLinks
 from penstock_enginecore.parallel.stage_plan import own_groups
-from penstock_enginecore.sample.base import DrawSettings, LaunchedTokens, SamplingInputs
+from penstock_enginecore.sample.base import DrawSettings, PlainDraws, SamplingInputs
 from penstock_enginecore.speculation.base import Drafter, model_layers
 from penstock_enginecore.states.base import StateMetadata
 from penstock_enginecore.states.memory import StateLayers, num_bytes
@@ -69,8 +69,9 @@ class GenerationRunner:
     state.
 
     If the device samples the tokens of a step, the next step reads these tokens on the device. The host receives a copy
-    through ``begin_copy``, and does not wait for the copy. If a request has rules or wants log-probabilities, the
-    runner waits until the previous tokens are on the host.
+    through ``begin_copy``, and does not wait for the copy. If a request has rules that depend on its previous tokens,
+    the runner waits for these tokens after it has launched the step's forward pass. If a step has drafts, the runner
+    waits for the step's own tokens.
     """
 
     def __init__(
@@ -286,7 +287,9 @@ class GenerationRunner:
         began = time.perf_counter()
         inputs = self._prepare(self._batch, step)
         now = inputs.drafts is not None or bool(step.num_drafts_wanted)
-        choice = None if now else self._choice(self._batch, inputs)
+        sampling_ids = inputs.sampling_ids
+        draws = None if now or self._launcher is None else self._batch.draws(sampling_ids)
+        choice = None if draws is None else self._choice(self._batch, draws, sampling_ids)
         fed = None if self._chosen_elsewhere else self._newest.feed(inputs.unknown, inputs.unknown_rows)
         if self.experts is not None:
             self.experts.spread.begin_step(len(inputs.token_ids))
@@ -302,7 +305,7 @@ class GenerationRunner:
                 output, prompt_logprobs = self._forward.run(batch, inputs.logits_indices), {}
         if self._drafting is not None:
             self._drafting.observe(inputs, self._batch, output.hidden)
-        draws, wanted = None if choice is None else choice.draws, step.num_drafts_wanted
+        wanted = step.num_drafts_wanted
         seconds = time.perf_counter() - began
         self._pending = PendingStep(
             inputs,
@@ -334,11 +337,9 @@ class GenerationRunner:
         if self._chosen_elsewhere is not None:
             self._expect(self._batch, pending, self._chosen_elsewhere())
             return with_broken(ModelRunnerOutput(), pending.broken.wait())
+        if pending.draws is not None:
+            return self._late_output(self._batch, pending, grammar, failures)
         if self._launcher is not None:
-            constrained = grammar is not None and bool(grammar.request_ids)
-            if pending.draws is not None and not constrained:
-                launched = pending.launched or self._launcher.launch(pending.logits, pending.draws)
-                return self._late_output(self._batch, pending, launched, failures)
             self._take_tokens(self._batch, wait=True)
         began = time.perf_counter()
         output = with_broken(self._sampling.sample(self._batch, pending, grammar), pending.broken.wait())
@@ -355,31 +356,37 @@ class GenerationRunner:
             return DraftTokenIds()
         return self._drafting.draft(self._batch)
 
-    def _choice(self, batch: InputBatch, inputs: StepInputs) -> Choice | None:
-        """Return the arguments with which the device samples the step's tokens, or None if the device cannot sample
-        these tokens.
+    def _choice(self, batch: InputBatch, draws: PlainDraws, sampling_ids: list[str]) -> Choice:
+        """Return the arguments with which the forward pass samples the step's tokens.
+
+        The tokens of rows with rules are sampled again after the forward pass, so the forward pass samples them in the
+        cheapest way.
         """
-        sampling_ids = inputs.sampling_ids
-        draws = None if self._launcher is None else batch.plain_draws(sampling_ids)
-        if draws is None:
-            return None
-        rows = batch.rows_of(sampling_ids)
-        return Choice(draws, self._newest.room_for(rows), rows)
+        rows, ruled = batch.rows_of(sampling_ids), batch.ruled(sampling_ids)
+        return Choice(draws.greedy_in(ruled) if ruled else draws, self._newest.room_for(rows), rows)
 
     def _late_output(
-        self, batch: InputBatch, pending: PendingStep, launched: LaunchedTokens, failures: dict[str, str]
+        self, batch: InputBatch, pending: PendingStep, grammar: GrammarBitmask | None, failures: dict[str, str]
     ) -> Late[ModelRunnerOutput]:
         """Return the output of a step whose tokens the device samples. The output arrives later, when the host has
         received the tokens.
+
+        If rules depend on tokens of previous steps, this method first waits for these tokens, while the device computes
+        the step's forward pass.
         """
-        arrival = self._begin_copy(launched.results)
-        if sampling_ids := pending.inputs.sampling_ids:
+        sampling_ids = pending.inputs.sampling_ids
+        while self._coming and batch.awaits_output(sampling_ids):
+            self._take_oldest(batch)
+        launched = self._sampling.launch(batch, pending, grammar, self._begin_copy)
+        arrival = self._begin_copy(launched.tokens.results)
+        if sampling_ids:
             expected = batch.expect_tokens(sampling_ids)
-            if pending.launched is None:
-                self._newest.keep(expected.rows, launched.token_ids)
+            if launched.stores:
+                self._newest.keep(expected.rows, launched.tokens.token_ids)
             self._coming.append((expected, arrival))
-        read = partial(read_late, pending.inputs, pending.prompt_logprobs, failures, arrival)
-        return Late(lambda: with_broken(read(), pending.broken.wait()))
+        inputs, prompt_logprobs, broken = pending.inputs, pending.prompt_logprobs, pending.broken
+        read = partial(read_late, inputs, prompt_logprobs, failures, arrival, launched.logprobs)
+        return Late(lambda: with_broken(read(), broken.wait()))
 
     def _expect(self, batch: InputBatch, pending: PendingStep, arrival: Arrival | None) -> None:
         """Reserve positions for the tokens of a step that another worker samples.

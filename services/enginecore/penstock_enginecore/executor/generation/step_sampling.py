@@ -1,10 +1,11 @@
-"""Sampling of a step's tokens on the host, with log-probabilities.
+"""Sampling of a step's tokens, with rules and log-probabilities.
 
-Each request gets one token, or its accepted drafts and one more token.
+Each request gets one token, or its accepted drafts and one more token. A device can sample without making the host
+wait, except for steps with drafts.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,11 +18,11 @@ from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunne
 from penstock_enginecore.executor.broken_states import NO_BROKEN_STATES, BrokenStates
 from penstock_enginecore.executor.generation.input_batch import InputBatch
 from penstock_enginecore.executor.generation.step_inputs import PromptTargets, SampledRows, StepInputs
-from penstock_enginecore.forward.base import ForwardBatch, ForwardOutput, ForwardPass
+from penstock_enginecore.forward.base import ForwardBatch, ForwardOutput, ForwardPass, to_device
 from penstock_enginecore.forward.build import BuiltForward
-from penstock_enginecore.sample.base import LaunchedTokens, PlainDraws
-from penstock_enginecore.sample.sampler import final_runs, token_logprobs
-from penstock_enginecore.worker.device_thread import Arrival
+from penstock_enginecore.sample.base import LaunchedTokens, PlainDraws, TokenLauncher
+from penstock_enginecore.sample.sampler import TokenLogprobs, final_runs, pack_logprobs, token_logprobs
+from penstock_enginecore.worker.device_thread import Arrival, BeginCopy, begin_copy
 
 # Log-probabilities of a step's output.
 
@@ -51,8 +52,8 @@ class OutputScores:
         """
         if not wanted or (len(wanted) == len(logits) and not overwritten):
             return cls(logits, wanted)
-        rows = torch.tensor([row for row, _ in wanted], dtype=torch.int64, device=logits.device)
-        return cls(logits[rows], wanted)
+        rows = np.array([row for row, _ in wanted], dtype=np.int64)
+        return cls(logits[to_device(rows, logits.device)], wanted)
 
     def logprobs(self, request_ids: Sequence[str], token_ids: IntArray) -> dict[str, Logprobs]:
         """Return the log-probabilities of the sampled ``token_ids``, by request ID.
@@ -60,16 +61,34 @@ class OutputScores:
         ``request_ids`` and ``token_ids`` have one entry per row of logits. If a request has several rows, its result
         contains the log-probabilities of all these rows in order.
         """
+        return self.begin(request_ids, to_device(token_ids, self.logits.device), begin_copy)()
+
+    def begin(
+        self, request_ids: Sequence[str], token_ids: torch.Tensor, begin_copy: BeginCopy
+    ) -> Callable[[], dict[str, Logprobs]]:
+        """Start to compute the log-probabilities of ``token_ids``, an integer tensor on the device of the logits. Does
+        not wait.
+
+        Returns a thread-safe function that waits and returns the result of ``logprobs``.
+        """
         if not self.wanted:
-            return {}
-        chosen = token_ids[[row for row, _ in self.wanted]]
+            return dict
+        if len(self.wanted) < len(token_ids):
+            rows = np.array([row for row, _ in self.wanted], dtype=np.int64)
+            token_ids = token_ids.index_select(0, to_device(rows, token_ids.device))
         vocab = self.logits.shape[1]
         counts = [_count(count, vocab) for _, count in self.wanted]
-        scored = token_logprobs(self.logits, torch.from_numpy(chosen).to(self.logits.device), max(counts))
-        result: dict[str, Logprobs] = {}
-        for i, (row, _) in enumerate(self.wanted):
-            scored.add_to(result.setdefault(request_ids[row], Logprobs()), i, counts[i])
-        return result
+        arrival = begin_copy(pack_logprobs(self.logits, token_ids.long(), max(counts)))
+        wanted_ids = [request_ids[row] for row, _ in self.wanted]
+
+        def received() -> dict[str, Logprobs]:
+            scored = TokenLogprobs.unpack(arrival.wait())
+            result: dict[str, Logprobs] = {}
+            for i, request_id in enumerate(wanted_ids):
+                scored.add_to(result.setdefault(request_id, Logprobs()), i, counts[i])
+            return result
+
+        return received
 
 
 def score_prompts(
@@ -124,9 +143,8 @@ class PendingStep:
 
     Attributes:
         logits: ``[rows, vocab]``, or only the columns that this tensor-parallel rank computes.
-        draws: Parameters for sampling on the device, or None if a row needs features that the device's sampler does not
-            have.
-        launched: Tokens that the forward pass has already sampled.
+        draws: Parameters for sampling on the device without waiting for the tokens, or None if the host waits.
+        launched: Tokens that the forward pass has already sampled. They are wrong in rows with rules.
         num_drafts_wanted: See ``SchedulerOutput``.
         seconds: Duration of the forward pass.
         broken: Requests with a NaN or infinity in their recurrent states.
@@ -151,14 +169,29 @@ def with_broken(output: ModelRunnerOutput, broken: Sequence[str]) -> ModelRunner
     return output
 
 
+@dataclass(slots=True)
+class LaunchedStep:
+    """Tokens of a step that the device is sampling.
+
+    Attributes:
+        tokens: Tokens of all rows of logits.
+        stores: Whether the caller must store the tokens as inputs of the next step. If false, the forward pass has
+            stored the tokens.
+        logprobs: Waits for the log-probabilities of the tokens, and returns them by request ID. Thread-safe.
+    """
+
+    tokens: LaunchedTokens
+    stores: bool = True
+    logprobs: Callable[[], dict[str, Logprobs]] = dict
+
+
 class StepSampling:
-    """Samples the tokens of steps with the sampler of ``built``."""
+    """Samples the tokens of steps with the sampler or the device of ``built``."""
 
     def __init__(self, built: BuiltForward) -> None:
         self._sampler = built.sampler
         self._launcher = built.launcher
         self._vocabulary = built.vocabulary
-        self._batch_invariant = built.batch_invariant
 
     def sample(self, batch: InputBatch, pending: PendingStep, grammar: GrammarBitmask | None) -> ModelRunnerOutput:
         """Sample the tokens of a step, with all sampling options of the requests, and store the tokens in ``batch``."""
@@ -169,15 +202,16 @@ class StepSampling:
         sampling = pending.inputs.sampling_requests
         if len(sampling):
             rows = pending.inputs.rows
-            inputs = batch.sampling_inputs(rows.request_ids, grammar, rows.offsets)
             logits, wanted = pending.logits, batch.logprobs(rows.request_ids)
             if wanted and self._vocabulary is not None and self._vocabulary.is_apart(logits):
                 logits = self._vocabulary.whole(logits)
-            scores = OutputScores.of(logits, wanted, overwritten=bool(inputs.rules))
-            plain, launched = self._choose_as_alone(batch, rows, grammar, logits)
-            sampled = self._sampler.sample(logits, inputs)
-            if launched is not None:
-                sampled.token_ids[plain] = launched.token_ids.cpu().numpy()
+            if self._launcher is None:
+                inputs = batch.sampling_inputs(rows.request_ids, grammar, rows.offsets)
+                scores = OutputScores.of(logits, wanted, overwritten=bool(inputs.rules))
+                sampled = self._sampler.sample(logits, inputs)
+            else:
+                scores = OutputScores.of(logits, wanted, overwritten=False)
+                sampled = self._launch(self._launcher, batch, rows, pending, grammar).tokens.wait()
             logprobs = scores.logprobs(rows.request_ids, sampled.token_ids)
             if (drafts := pending.inputs.drafts) is None:
                 batch.append_tokens(rows.request_ids, sampled.token_ids)
@@ -200,24 +234,51 @@ class StepSampling:
             num_nans_in_logits=num_nans,
         )
 
-    def _choose_as_alone(
-        self, batch: InputBatch, rows: SampledRows, grammar: GrammarBitmask | None, logits: torch.Tensor
-    ) -> tuple[list[int], LaunchedTokens | None]:
-        """Sample the tokens of some rows on the device if the engine is batch-invariant. Returns the indices of these
-        rows, and the tokens.
+    def launch(
+        self, batch: InputBatch, pending: PendingStep, grammar: GrammarBitmask | None, begin_copy: BeginCopy
+    ) -> LaunchedStep:
+        """Start to sample the tokens of a step without drafts on the device, with all sampling options of the requests.
+        The host does not wait.
 
-        The selected rows are the rows whose tokens the device also samples when the request is alone in a batch. If a
-        random number is near the boundary between two tokens, the device and the sampler on the host may sample
-        different tokens.
+        Raises RuntimeError if the device cannot sample.
         """
-        if not self._batch_invariant or self._launcher is None:
-            return [], None
-        constrained = () if grammar is None else grammar.request_ids
-        ids, offsets = rows.request_ids, rows.offsets
-        plain = [i for i in batch.plain(ids) if ids[i] not in constrained]
-        behind = None if offsets is None else offsets[plain]
-        draws = batch.plain_draws([ids[i] for i in plain], behind) if plain else None
-        return plain, None if draws is None else self._launcher.launch(logits[plain], draws)
+        if self._launcher is None:
+            raise RuntimeError("the device cannot sample tokens")
+        rows = pending.inputs.rows
+        launched = self._launch(self._launcher, batch, rows, pending, grammar)
+        scores = OutputScores.of(pending.logits, batch.logprobs(rows.request_ids), overwritten=False)
+        launched.logprobs = scores.begin(rows.request_ids, launched.tokens.token_ids, begin_copy)
+        return launched
+
+    def _launch(
+        self,
+        launcher: TokenLauncher,
+        batch: InputBatch,
+        rows: SampledRows,
+        pending: PendingStep,
+        grammar: GrammarBitmask | None,
+    ) -> LaunchedStep:
+        """Start to sample the tokens of the rows ``rows``.
+
+        Rows without rules are sampled from ``pending.logits`` unless the forward pass has already sampled them. The
+        tokens of these rows never depend on rows with rules. Rows with rules are then sampled from a copy of their
+        logits. The tokens of a grammar's row are known to the host before this call, and the device computes the step's
+        forward pass meanwhile. Therefore masks are no inputs of the forward pass.
+        """
+        request_ids, offsets = rows.request_ids, rows.offsets
+        draws = batch.draws(request_ids, offsets) if pending.draws is None else pending.draws
+        logits, launched = pending.logits, pending.launched
+        ruled = batch.ruled(request_ids, grammar)
+        if not ruled:
+            return LaunchedStep(launched or launcher.launch(logits, draws), stores=launched is None)
+        if len(ruled) == len(request_ids):
+            return LaunchedStep(launcher.launch(logits, draws, batch.rules_of(request_ids, grammar, offsets)))
+        launched = launched or launcher.launch(logits, draws.greedy_in(ruled))
+        index = to_device(np.array(ruled, dtype=np.int64), logits.device)
+        rules = batch.rules_of([request_ids[i] for i in ruled], grammar, None if offsets is None else offsets[ruled])
+        own = launcher.launch(logits.index_select(0, index), draws.rows(ruled), rules)
+        launched.results.index_copy_(1, index, own.results[:, : own.num_rows])
+        return LaunchedStep(launched)
 
 
 def _reachable(inputs: StepInputs, drafts: Sequence[Sequence[int]], grammar: GrammarBitmask | None) -> list[int]:
@@ -246,9 +307,15 @@ def _nans_of(inputs: StepInputs, tokens: list[list[int]], num_nans: IntArray) ->
 
 
 def read_late(
-    inputs: StepInputs, prompt_logprobs: dict[str, Logprobs], encoder_failures: dict[str, str], arrival: Arrival
+    inputs: StepInputs,
+    prompt_logprobs: dict[str, Logprobs],
+    encoder_failures: dict[str, str],
+    arrival: Arrival,
+    logprobs: Callable[[], dict[str, Logprobs]],
 ) -> ModelRunnerOutput:
-    """Wait until the host has received the step's tokens, and return the step's output. Thread-safe."""
+    """Wait until the host has received the step's tokens and log-probabilities, and return the step's output.
+    Thread-safe.
+    """
     token_ids, num_nans = arrival.wait()[:, : len(inputs.sampling_requests)].tolist()
     tokens: list[list[int]] = [[] for _ in inputs.request_ids]
     nans: dict[str, int] = {}
@@ -259,6 +326,7 @@ def read_late(
     return ModelRunnerOutput(
         request_ids=inputs.request_ids,
         sampled_token_ids=tokens,
+        logprobs=logprobs(),
         prompt_logprobs=prompt_logprobs,
         num_nans_in_logits=nans,
         encoder_failures=encoder_failures,

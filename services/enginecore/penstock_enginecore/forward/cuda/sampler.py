@@ -1,11 +1,12 @@
-"""Sampling on the device, for rows of logits whose sampling needs no work on the host: greedy sampling, and random
-sampling with or without filters.
+"""Sampling on the device: greedy sampling, and random sampling with or without filters, from logits to which rules are
+applied on the device.
 """
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from penstock_enginecore.forward.base import ForwardBatch
@@ -19,6 +20,7 @@ from penstock_enginecore.forward.cuda.buffers import (
 )
 from penstock_enginecore.forward.cuda.kernel_api import Draws
 from penstock_enginecore.sample.base import DrawSettings, LaunchedTokens, PlainDraws, Sampler, SamplingInputs, uniforms
+from penstock_enginecore.sample.rules import NEVER, Entries, GrammarRows, LogitRules, PenaltyEntries, apply_rules
 
 if TYPE_CHECKING:  # Triton is imported only if there is a device for its kernels
     from penstock_enginecore.forward.cuda.kernels.sample import TokenSampler
@@ -43,11 +45,14 @@ class DeviceLauncher:
         self._max_rows = MAX_CAPTURED_TOKENS
         self._kernels = self.for_steps = make(self._max_rows, vocab, device)
 
-    def launch(self, logits: torch.Tensor, draws: PlainDraws) -> LaunchedTokens:
+    def launch(self, logits: torch.Tensor, draws: PlainDraws, rules: LogitRules | None = None) -> LaunchedTokens:
         """Launch the sampling kernels and return the sampled tokens. Random sampling needs one copy to the device, and
-        greedy sampling needs none.
+        greedy sampling needs none. Rules need two more copies, and change a float32 copy of ``logits``.
         """
         rows = len(logits)
+        if rules:
+            logits = logits.to(torch.float32, copy=True)
+            apply_rules(logits, rules, upload=self._upload)
         if rows > self._max_rows:
             self._max_rows = 1 << (rows - 1).bit_length()
             self._kernels = self._make(self._max_rows, self._vocab, self._device)
@@ -60,7 +65,30 @@ class DeviceLauncher:
         self._kernels.sample(
             logits.contiguous(), on_device, results[0, :rows], peaks, results[1, :rows], filtered=draws.any_filtered
         )
+        if rules:
+            self._discount(results[1, :rows], logits, results[0, :rows], rules)
         return LaunchedTokens(results, rows)
+
+    def _discount(
+        self, num_nans: torch.Tensor, logits: torch.Tensor, token_ids: torch.Tensor, rules: LogitRules
+    ) -> None:
+        """Subtract from ``num_nans`` int32 ``[rows]`` the logits that do not count because of the rules, as in
+        ``SampledTokens``.
+        """
+        has_rule = np.zeros(len(logits), dtype=np.bool_)
+        has_rule[rules.rows] = True
+        penalties = rules.penalties
+        counted = () if penalties is None else (penalties.rows, penalties.token_ids)
+        ruled, *index = self._upload([has_rule, *counted])
+        # Only a row without any token that can be chosen has a token with a logit of minus infinity.
+        chosen = logits.gather(1, token_ids.long()[:, None]).squeeze(1)
+        num_nans.sub_((ruled & (chosen == NEVER)).int())
+        if index:
+            values = logits[tuple(index)]
+            num_nans.index_add_(0, index[0], (values.isnan() | (values == torch.inf)).int(), alpha=-1)
+
+    def _upload(self, vectors: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
+        return to_device([(vector, torch.from_numpy(vector[:0]).dtype) for vector in vectors], self._device)
 
 
 def aligned_rows(rows: int) -> int:
@@ -74,7 +102,8 @@ def difference(launcher: DeviceLauncher, sampler: Sampler, logits: torch.Tensor)
     """Return text about the number of tokens that ``launcher`` and ``sampler`` sample differently, or an empty text if
     all tokens are equal.
 
-    ``launcher`` and ``sampler`` sample from ``logits`` ``[rows, vocab]`` with all kinds of sampling parameters.
+    ``launcher`` and ``sampler`` sample from ``logits`` ``[at least 9 rows, vocab]`` with all kinds of sampling
+    parameters, first without rules and then with rules.
     """
     rows = len(logits)
     number = np.arange(rows)
@@ -85,10 +114,36 @@ def difference(launcher: DeviceLauncher, sampler: Sampler, logits: torch.Tensor)
         min_p=np.where(number % 7 == 2, 0.05, 0.0),
     )
     seeds = number.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    expected = sampler.sample(logits.clone(), SamplingInputs(settings, uniforms(seeds, number))).token_ids
-    found = launcher.launch(logits, PlainDraws.of(settings, seeds, number)).token_ids.cpu().numpy()
-    wrong = int((found != expected).sum())
-    return f"{wrong} of {rows} tokens differ" if wrong else ""
+    for rules in (LogitRules(), _all_kinds(logits.shape[1])):
+        inputs = SamplingInputs(settings, uniforms(seeds, number), rules)
+        expected = sampler.sample(logits.clone(), inputs).token_ids
+        found = launcher.launch(logits, PlainDraws.of(settings, seeds, number), rules).token_ids.cpu().numpy()
+        if wrong := int((found != expected).sum()):
+            return f"{wrong} of {rows} tokens differ{' with rules' if rules else ''}"
+    return ""
+
+
+def _all_kinds(vocab: int) -> LogitRules:
+    """Return rules of all kinds, for the first nine rows of logits."""
+    random = np.random.default_rng(0)
+
+    def some(*rows: int) -> Entries:
+        return Entries.join([(row, random.permutation(vocab)[: max(1, vocab // 2)]) for row in rows])
+
+    biased, counted = some(2, 5), some(3, 6)
+    sizes = len(biased.rows), len(counted.rows)
+    masks = random.integers(-(2**31), 2**31, (4, -(-vocab // 32)), dtype=np.int32)
+    return LogitRules(
+        GrammarRows(np.array([0, 4, 5, 6]), masks),
+        some(1, 4),
+        (biased, random.normal(size=sizes[0]).astype(np.float32)),
+        PenaltyEntries(
+            *(counted.rows, counted.token_ids),
+            random.uniform(0.5, 2.0, sizes[1]).astype(np.float32),
+            random.uniform(-2.0, 2.0, sizes[1]).astype(np.float32),
+        ),
+        some(6, 7, 8),
+    )
 
 
 # Tokens that stay on the device: the tokens that an earlier step sampled and this step gets as input, and the tokens

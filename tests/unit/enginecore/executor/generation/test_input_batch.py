@@ -273,29 +273,70 @@ def test_a_token_behind_the_last_position_is_not_kept() -> None:
     assert batch.prepare({"a": 64}).token_ids.tolist() == list(range(64))
 
 
+def test_draws_are_those_of_the_next_token() -> None:
+    batch = make_batch()
+    drawn = SamplingParams(temperature=1.0, seed=5, top_p=0.5, top_k=3, min_p=0.1, presence_penalty=1.0)
+    batch.update(SchedulerOutput(new_requests=[new("a", [1, 2], [2]), new("b", [6, 7], [4], params=drawn)]))
+    draws = batch.draws(["a", "b"])
+    batch.expect_tokens(["a", "b"])
+    later = batch.draws(["a", "b"])
+    assert (draws.output_indices.tolist(), later.output_indices.tolist()) == ([0, 0], [1, 1])
+    assert draws.seeds.tolist() == [0, 5]
+    assert (draws.any_drawn, draws.any_filtered) == (True, True)
+
+
+SEQUENCE = SamplingParams(temperature=0.0, bad_word_token_ids=((3, 4),))
+PENALIZED = SamplingParams(temperature=0.0, presence_penalty=1.0)
+
+
 @pytest.mark.parametrize(
-    ("params", "plain"),
+    ("params", "ruled", "reads"),
     [
-        (GREEDY, True),
-        (SamplingParams(temperature=1.0, seed=5, top_p=0.5, top_k=3, min_p=0.1), True),
-        (SamplingParams(temperature=0.0, logprobs=0), False),
-        (SamplingParams(temperature=0.0, presence_penalty=1.0), False),
-        (SamplingParams(temperature=0.0, logit_bias={3: 1.0}), False),
-        (SamplingParams(temperature=0.0, min_tokens=2), False),
+        (GREEDY, False, False),
+        (SamplingParams(temperature=0.0, logprobs=0), False, False),
+        (PENALIZED, True, True),
+        (SEQUENCE, True, True),
+        (SamplingParams(temperature=0.0, bad_word_token_ids=((3,),)), True, False),
+        (SamplingParams(temperature=0.0, logit_bias={3: 1.0}), True, False),
+        (SamplingParams(temperature=0.0, min_tokens=2), True, False),
     ],
     ids=str,
 )
-def test_draws_are_plain_where_no_request_has_rules_or_wants_log_probabilities(
-    params: SamplingParams, plain: bool
+def test_only_rules_about_tokens_wait_for_the_requests_own_tokens(
+    params: SamplingParams, ruled: bool, reads: bool
 ) -> None:
     batch = make_batch()
     batch.update(SchedulerOutput(new_requests=[new("a", [1, 2], [2]), new("b", [6, 7], [4], params=params)]))
-    assert batch.plain_draws(["a"]) is not None
-    draws = batch.plain_draws(["a", "b"])
-    assert (draws is not None) is plain
-    if draws is not None and draws.any_drawn:
-        batch.expect_tokens(["a", "b"])
-        later = batch.plain_draws(["a", "b"])
-        assert later is not None
-        assert (draws.output_indices.tolist(), later.output_indices.tolist()) == ([0, 0], [1, 1])
-        assert draws.seeds.tolist() == [0, 5]
+    assert batch.ruled(["a", "b"]) == [1] * ruled
+    of_other = batch.expect_tokens(["a"])
+    assert not batch.awaits_output(["a", "b"])
+    own = batch.expect_tokens(["b"])
+    assert batch.awaits_output(["a", "b"]) is reads
+    assert not batch.awaits_output(["a"])
+    batch.take_tokens(of_other, np.array([8], dtype=np.int32))
+    assert batch.awaits_output(["b"]) is reads
+    batch.take_tokens(own, np.array([3], dtype=np.int32))
+    assert not batch.awaits_output(["b"])
+
+
+def test_tokens_that_arrive_late_count_for_penalties() -> None:
+    batch = make_batch()
+    batch.update(SchedulerOutput(new_requests=[new("a", [1, 2], [2], params=PENALIZED)]))
+    first, second = batch.expect_tokens(["a"]), batch.expect_tokens(["a"])
+    for expected, token in ((first, 8), (second, 5)):
+        batch.take_tokens(expected, np.array([token], dtype=np.int32))
+    penalties = batch.rules_of(["a"]).penalties
+    assert penalties is not None
+    assert penalties.token_ids.tolist() == [8, 5]
+
+
+def test_late_tokens_of_a_preempted_request_do_not_count_for_the_resumed_one() -> None:
+    batch = make_batch()
+    batch.update(SchedulerOutput(new_requests=[new("a", [1, 2], [2], params=PENALIZED)]))
+    before = batch.expect_tokens(["a"])
+    resumed = new("a", [1, 2, 7], [3], prompt=2, params=PENALIZED)
+    batch.update(SchedulerOutput(preempted_request_ids=["a"], new_requests=[resumed]))
+    batch.take_tokens(before, np.array([8], dtype=np.int32))
+    penalties = batch.rules_of(["a"]).penalties
+    assert penalties is not None
+    assert penalties.token_ids.tolist() == [7]

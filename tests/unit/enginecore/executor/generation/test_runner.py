@@ -19,7 +19,6 @@ from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheGroup
 from penstock_enginecore.core.scheduler.output import (
     CachedRequestData,
     GrammarBitmask,
-    ModelRunnerOutput,
     NewRequestData,
     SchedulerOutput,
 )
@@ -29,6 +28,8 @@ from penstock_enginecore.executor.uniproc import UniprocExecutor
 from penstock_enginecore.forward.build import ForwardConfig, build_forward
 from penstock_enginecore.models.loader import load_model
 from penstock_enginecore.sample.base import LaunchedTokens, PlainDraws
+from penstock_enginecore.sample.rules import LogitRules
+from penstock_enginecore.worker.device_thread import Late
 from tests.fakes.models.tiny_models import VOCAB_SIZE, save_tiny_model
 from tests.fakes.patience import PATIENCE
 
@@ -174,24 +175,24 @@ def test_stepping_before_the_cache_is_there_is_an_error(path: Path) -> None:
 
 
 class Marked:
-    """A ``TokenLauncher`` whose tokens are 100 plus the row's number."""
+    """A ``TokenLauncher`` whose tokens are 100 plus the row's number, and 200 more in launches with rules."""
 
-    def launch(self, logits: torch.Tensor, draws: PlainDraws) -> LaunchedTokens:
+    def launch(self, logits: torch.Tensor, draws: PlainDraws, rules: LogitRules | None = None) -> LaunchedTokens:
         """Return tokens for as many rows as there are draws."""
         assert len(logits) == len(draws.seeds)
-        return LaunchedTokens(100 + torch.arange(2 * len(logits), dtype=torch.int32).view(2, -1), len(logits))
+        results = torch.zeros(2, len(logits), dtype=torch.int32)
+        results[0] = torch.arange(len(logits)) + (300 if rules else 100)
+        return LaunchedTokens(results, len(logits))
 
 
-@pytest.mark.parametrize("batch_invariant", [True, False])
-def test_a_device_draws_the_same_tokens_in_a_batch_with_rules_if_configured(path: Path, batch_invariant: bool) -> None:
+def test_only_rows_with_rules_are_sampled_apart(path: Path) -> None:
     model = load_model(ModelConfig(path=str(path)), torch.device("cpu"), lambda line: None)
     config = ForwardConfig(torch.device("cpu"), "auto", KernelsConfig(isa="off"), num_threads=1, block_size=4)
-    built = replace(build_forward(model, config), launcher=Marked(), batch_invariant=batch_invariant)
-    runner = GenerationRunner(model, built)
+    runner = GenerationRunner(model, replace(build_forward(model, config), launcher=Marked()))
     groups = (KVCacheGroup(layer_names=tuple(runner.specs)),)
     runner.initialize_kv_cache(KVCacheConfig(num_blocks=40, block_size=4, groups=groups, max_model_len=64))
     biased = SamplingParams(temperature=0.0, logit_bias={7: 100.0})
-    params = {"biased": biased, "one": GREEDY, "constrained": GREEDY, "two": SamplingParams(seed=3)}
+    params = {"biased": biased, "one": GREEDY, "constrained": GREEDY, "two": SamplingParams(seed=3, logprobs=0)}
     steps = [prefill(name, [5, 6], ([1 + i],), 2) for i, name in enumerate(params)]
     new = [
         msgspec.structs.replace(each.new_requests[0], sampling_params=params[each.new_requests[0].request_id])
@@ -199,12 +200,12 @@ def test_a_device_draws_the_same_tokens_in_a_batch_with_rules_if_configured(path
     ]
     runner.execute(SchedulerOutput(new_requests=new, num_scheduled_tokens=dict.fromkeys(params, 2)))
     words = np.zeros((1, VOCAB_SIZE // 32), dtype=np.int32)
-    words[0, 3] = 1 << 9
     output = runner.sample(GrammarBitmask(["constrained"], words))
-    assert isinstance(output, ModelRunnerOutput)
-    (biased_token,), one, (constrained,), two = output.sampled_token_ids
-    assert (biased_token, constrained) == (7, 3 * 32 + 9)
-    assert ((one, two) == ([100], [101])) is batch_invariant
+    assert isinstance(output, Late)
+    received = output.wait()
+    assert received.sampled_token_ids == [[300], [101], [301], [103]]
+    assert received.logprobs["two"].token_ids == [103]
+    assert set(received.logprobs) == {"two"}
 
 
 # Duration of a step: the fastest of the forward passes that a worker was asked to run.

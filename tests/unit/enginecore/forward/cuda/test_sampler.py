@@ -1,6 +1,7 @@
 """Tokens chosen on a device: those of the CPU's sampler, whatever rows ask for."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,9 @@ from penstock_enginecore.config import KernelsConfig
 from penstock_enginecore.forward.cuda.decoder import device_launcher, proved_launcher
 from penstock_enginecore.forward.cuda.sampler import DeviceLauncher
 from penstock_enginecore.sample.base import DrawSettings, PlainDraws, SamplingInputs, uniforms
-from penstock_enginecore.sample.sampler import TorchSampler
+from penstock_enginecore.sample.rules import Entries, GrammarRows, LogitRules, PenaltyEntries, apply_rules
+from penstock_enginecore.sample.sampler import TokenLogprobs, TorchSampler, pack_logprobs, token_logprobs
+from tests.fakes.models.recorded_launches import RecordedSampling, Recorder
 from tests.fakes.models.torch_sampling import TorchSampling
 
 CPU = torch.device("cpu")
@@ -90,6 +93,85 @@ def test_what_settings_become_is_what_kernels_read() -> None:
     assert (greedy.any_drawn, greedy.any_filtered) == (False, False)
 
 
+def random_rules(rows: int, vocab: int, seed: int) -> LogitRules:
+    """Return rules of all kinds. Some rows have several rules, and the last row has none."""
+    random = np.random.default_rng(seed)
+
+    def entries(count: int) -> Entries:
+        rows_of = sorted(random.choice(rows - 1, 3, replace=False).tolist())
+        return Entries.join([(row, random.permutation(vocab)[: random.integers(1, count)]) for row in rows_of])
+
+    masked = np.sort(random.choice(rows - 1, 3, replace=False))
+    biased, counted = entries(vocab), entries(vocab)
+    return LogitRules(
+        GrammarRows(masked, random.integers(-(2**31), 2**31, (3, -(-vocab // 32)), dtype=np.int32)),
+        entries(vocab),
+        (biased, random.normal(size=len(biased.rows)).astype(np.float32)),
+        PenaltyEntries(
+            counted.rows,
+            counted.token_ids,
+            random.uniform(0.3, 3, len(counted.rows)).astype(np.float32),
+            random.normal(size=len(counted.rows)).astype(np.float32),
+        ),
+        entries(vocab),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_with_rules_are_the_cpus(dtype: torch.dtype) -> None:
+    rows, vocab = 12, 203
+    launcher = DeviceLauncher(vocab, CPU, TorchSampling)
+    for seed in range(15):
+        logits = random_logits(rows, vocab, seed).to(dtype)
+        logits[seed % rows, seed] = (NAN, INF, -INF)[seed % 3]
+        before = logits.clone()
+        settings, seeds, indices = random_settings(rows, seed)
+        rules = random_rules(rows, vocab, seed)
+        inputs = SamplingInputs(settings, uniforms(seeds, indices), rules)
+        expected = TorchSampler().sample(logits.clone(), inputs)
+        found = launcher.launch(logits, PlainDraws.of(settings, seeds, indices), rules)
+        waited = found.wait()
+        np.testing.assert_array_equal(waited.token_ids, expected.token_ids)
+        none = np.zeros(rows, dtype=np.int64)
+        np.testing.assert_array_equal(
+            none if waited.num_nans is None else waited.num_nans,
+            none if expected.num_nans is None else expected.num_nans,
+        )
+        torch.testing.assert_close(logits, before, rtol=0, atol=0, equal_nan=True)
+
+
+def test_rules_and_log_probabilities_read_nothing_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recorder refuses each operation that would wait for a device."""
+
+    def uploaded(vectors: Any, device: torch.device) -> list[torch.Tensor]:
+        return [torch.from_numpy(np.ascontiguousarray(vector)).to(dtype) for vector, dtype in vectors]
+
+    monkeypatch.setattr("penstock_enginecore.forward.cuda.sampler.to_device", uploaded)
+    logits = random_logits(6, 203, seed=1)
+    settings, seeds, indices = random_settings(6, seed=2)
+    draws, rules = PlainDraws.of(settings, seeds, indices), random_rules(6, 203, seed=3)
+    launcher = DeviceLauncher(203, CPU, RecordedSampling)
+    apply_rules(logits.clone(), rules)  # prepares the table of bytes once per device
+    with Recorder(None, may_allocate=True, may_copy=True):
+        launched = launcher.launch(logits, draws, rules)
+        packed = pack_logprobs(logits, launched.token_ids.long(), 5)
+    expected = token_logprobs(logits, launched.token_ids.long(), 5)
+    assert torch.equal(TokenLogprobs.unpack(packed.numpy()).logprobs, expected.logprobs)
+
+
+def test_rows_of_draws_keep_their_settings() -> None:
+    settings, seeds, indices = random_settings(40, seed=2)
+    draws, rows = PlainDraws.of(settings, seeds, indices), [3, 0, 17, 39]
+    chosen, index = draws.rows(rows), np.array(rows)
+    expected = PlainDraws.of(settings.of(index), seeds[index], indices[index])
+    for field in dataclasses.fields(PlainDraws):
+        np.testing.assert_array_equal(getattr(chosen, field.name), getattr(expected, field.name))
+    greedy = draws.greedy_in(rows)
+    assert not greedy.temperature[index].any()
+    np.testing.assert_array_equal(np.delete(greedy.temperature, index), np.delete(draws.temperature, index))
+    assert not draws.greedy_in(range(40)).any_drawn
+
+
 def test_logits_that_are_no_numbers_are_counted() -> None:
     logits = random_logits(3, 20, seed=0)
     logits[1, [4, 7]] = NAN
@@ -153,6 +235,14 @@ def test_kernels_that_choose_otherwise_are_not_used(
 ) -> None:
     assert proved_launcher(CPU, TorchSampler(), 400, torch.float32, kernels) is None
     assert reason in caplog.text
+
+
+def test_rules_that_are_not_applied_are_noticed(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock_enginecore.forward.cuda.sampler.apply_rules", lambda *args, **options: None)
+    assert proved_launcher(CPU, TorchSampler(), 400, torch.float32, TorchSampling) is None
+    assert " of 128 tokens differ with rules" in caplog.text
 
 
 def test_kernels_that_choose_alike_are(caplog: pytest.LogCaptureFixture) -> None:
