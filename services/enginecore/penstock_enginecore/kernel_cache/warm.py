@@ -23,6 +23,7 @@ from penstock_enginecore.forward.base import ForwardBatch
 from penstock_enginecore.forward.cuda.buffers import DRAW_DTYPES, MAX_CAPTURED_TOKENS, decode_sizes
 from penstock_enginecore.forward.cuda.decoder import FusedForward
 from penstock_enginecore.forward.cuda.kernel_api import Draws
+from penstock_enginecore.forward.cuda.kernels.logprobs import score
 from penstock_enginecore.forward.cuda.kernels.sample import TokenSampler
 from penstock_enginecore.forward.cuda.triton_kernels import TritonKernels
 from penstock_enginecore.forward.dummy_inputs import blank_step
@@ -154,3 +155,6 @@ def _sample(vocab: int, dtype: torch.dtype) -> None:
         logits = torch.zeros(rows, vocab, dtype=of_logits)
         for filtered in (True, False):
             sampler.sample(logits, draws, token_ids, peaks, num_nans, filtered=filtered)
+    logits = torch.zeros(rows, vocab, dtype=dtype)
+    for count in (0, 1):
+        score(logits, torch.zeros(rows, dtype=torch.int64), count)

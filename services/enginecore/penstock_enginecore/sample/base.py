@@ -297,3 +297,6 @@ class TokenLauncher(Protocol):
         ``logits`` is not changed, also if there are rules. The caller may immediately launch later work that overwrites
         ``logits``.
         """
+
+    def score(self, logits: torch.Tensor, token_ids: torch.Tensor, count: int) -> torch.Tensor:
+        """Start to compute the result of ``sampler.pack_logprobs`` for ``token_ids`` int64 ``[rows]``."""

@@ -6,7 +6,7 @@ top_p, sampling. Only operations that a batch needs are computed. For example, g
 argmax. The token of a row never depends on other rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -56,6 +56,10 @@ def token_logprobs(logits: torch.Tensor, chosen: torch.Tensor, count: int) -> To
     strictly likelier.
     """
     return TokenLogprobs.unpack(pack_logprobs(logits, chosen, count).numpy(force=True))
+
+
+PackLogprobs = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+"""Function with the arguments and the result of ``pack_logprobs``."""
 
 
 def pack_logprobs(logits: torch.Tensor, chosen: torch.Tensor, count: int) -> torch.Tensor:

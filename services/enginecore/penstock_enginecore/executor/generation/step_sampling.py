@@ -21,7 +21,7 @@ from penstock_enginecore.executor.generation.step_inputs import PromptTargets, S
 from penstock_enginecore.forward.base import ForwardBatch, ForwardOutput, ForwardPass, to_device
 from penstock_enginecore.forward.build import BuiltForward
 from penstock_enginecore.sample.base import LaunchedTokens, PlainDraws, TokenLauncher
-from penstock_enginecore.sample.sampler import TokenLogprobs, final_runs, pack_logprobs, token_logprobs
+from penstock_enginecore.sample.sampler import PackLogprobs, TokenLogprobs, final_runs, pack_logprobs, token_logprobs
 from penstock_enginecore.worker.device_thread import Arrival, BeginCopy, begin_copy
 
 # Log-probabilities of a step's output.
@@ -55,19 +55,25 @@ class OutputScores:
         rows = np.array([row for row, _ in wanted], dtype=np.int64)
         return cls(logits[to_device(rows, logits.device)], wanted)
 
-    def logprobs(self, request_ids: Sequence[str], token_ids: IntArray) -> dict[str, Logprobs]:
+    def logprobs(
+        self, request_ids: Sequence[str], token_ids: IntArray, pack: PackLogprobs = pack_logprobs
+    ) -> dict[str, Logprobs]:
         """Return the log-probabilities of the sampled ``token_ids``, by request ID.
 
         ``request_ids`` and ``token_ids`` have one entry per row of logits. If a request has several rows, its result
         contains the log-probabilities of all these rows in order.
         """
-        return self.begin(request_ids, to_device(token_ids, self.logits.device), begin_copy)()
+        return self.begin(request_ids, to_device(token_ids, self.logits.device), begin_copy, pack)()
 
     def begin(
-        self, request_ids: Sequence[str], token_ids: torch.Tensor, begin_copy: BeginCopy
+        self,
+        request_ids: Sequence[str],
+        token_ids: torch.Tensor,
+        begin_copy: BeginCopy,
+        pack: PackLogprobs = pack_logprobs,
     ) -> Callable[[], dict[str, Logprobs]]:
-        """Start to compute the log-probabilities of ``token_ids``, an integer tensor on the device of the logits. Does
-        not wait.
+        """Start to compute the log-probabilities of ``token_ids``, an integer tensor on the device of the logits, with
+        ``pack``. Does not wait.
 
         Returns a thread-safe function that waits and returns the result of ``logprobs``.
         """
@@ -78,7 +84,7 @@ class OutputScores:
             token_ids = token_ids.index_select(0, to_device(rows, token_ids.device))
         vocab = self.logits.shape[1]
         counts = [_count(count, vocab) for _, count in self.wanted]
-        arrival = begin_copy(pack_logprobs(self.logits, token_ids.long(), max(counts)))
+        arrival = begin_copy(pack(self.logits, token_ids.long(), max(counts)))
         wanted_ids = [request_ids[row] for row, _ in self.wanted]
 
         def received() -> dict[str, Logprobs]:
@@ -212,7 +218,8 @@ class StepSampling:
             else:
                 scores = OutputScores.of(logits, wanted, overwritten=False)
                 sampled = self._launch(self._launcher, batch, rows, pending, grammar).tokens.wait()
-            logprobs = scores.logprobs(rows.request_ids, sampled.token_ids)
+            pack = pack_logprobs if self._launcher is None else self._launcher.score
+            logprobs = scores.logprobs(rows.request_ids, sampled.token_ids, pack)
             if (drafts := pending.inputs.drafts) is None:
                 batch.append_tokens(rows.request_ids, sampled.token_ids)
                 for i, token in zip(sampling, sampled.token_ids.tolist(), strict=True):
@@ -247,7 +254,8 @@ class StepSampling:
         rows = pending.inputs.rows
         launched = self._launch(self._launcher, batch, rows, pending, grammar)
         scores = OutputScores.of(pending.logits, batch.logprobs(rows.request_ids), overwritten=False)
-        launched.logprobs = scores.begin(rows.request_ids, launched.tokens.token_ids, begin_copy)
+        token_ids, score = launched.tokens.token_ids, self._launcher.score
+        launched.logprobs = scores.begin(rows.request_ids, token_ids, begin_copy, score)
         return launched
 
     def _launch(

@@ -27,7 +27,13 @@ from penstock_enginecore.forward.cuda.buffers import CacheShape, KeptHidden, Ste
 from penstock_enginecore.forward.cuda.graphs import Padded, StepGraphs, cuda_graphs
 from penstock_enginecore.forward.cuda.layers import AfterLayer, Layers, latent_specs
 from penstock_enginecore.forward.cuda.linear import Dense, Product, empty, keeps, merged
-from penstock_enginecore.forward.cuda.sampler import DeviceLauncher, MakeSampling, TokenFeedback, difference
+from penstock_enginecore.forward.cuda.sampler import (
+    DeviceLauncher,
+    MakeSampling,
+    TokenFeedback,
+    difference,
+    proved_score,
+)
 from penstock_enginecore.forward.dummy_inputs import CUTS, NUM_TOKENS, Probe, probe_logits, probe_parts
 from penstock_enginecore.forward.equivalence_check import TOLERANCES, Candidate, distance
 from penstock_enginecore.forward.modules import (
@@ -47,6 +53,7 @@ from penstock_enginecore.models.loader import LoadedModel
 from penstock_enginecore.models.plan_reader import plan_model
 from penstock_enginecore.models.quantization.layers import Scheme
 from penstock_enginecore.sample.base import Sampler
+from penstock_enginecore.sample.sampler import PackLogprobs, pack_logprobs
 
 if TYPE_CHECKING:  # Triton is imported only if there is a device for its kernels
     from penstock_enginecore.forward.cuda.kernels.sample import TokenSampler
@@ -489,19 +496,26 @@ def device_launcher(
     """
     if device.type != "cuda" or not uses.sampler:
         return None
-    return proved_launcher(device, sampler, vocab, dtype, _sampling_kernels)
+    return proved_launcher(device, sampler, vocab, dtype, _sampling_kernels, _score)
 
 
 def proved_launcher(
-    device: torch.device, sampler: Sampler, vocab: int, dtype: torch.dtype, make: MakeSampling
+    device: torch.device,
+    sampler: Sampler,
+    vocab: int,
+    dtype: torch.dtype,
+    make: MakeSampling,
+    score: PackLogprobs = pack_logprobs,
 ) -> DeviceLauncher | None:
     """Return a launcher with the kernels from ``make`` if this launcher samples the same tokens as ``sampler``.
     Otherwise log a warning and return None.
+
+    The launcher computes log-probabilities with ``score``, or with torch if the results of ``score`` differ.
     """
     generator = torch.Generator().manual_seed(0)
     logits = (3 * torch.randn(_PROVED_ROWS, vocab, generator=generator)).to(device=device, dtype=dtype)
     try:
-        launcher = DeviceLauncher(vocab, device, make)
+        launcher = DeviceLauncher(vocab, device, make, proved_score(score, logits))
         reason = difference(launcher, sampler, logits)
     except Exception as e:  # for example an error of a compiler or driver
         reason = f"{type(e).__name__}: {e}"
@@ -518,6 +532,12 @@ def _sampling_kernels(max_rows: int, vocab: int, device: torch.device) -> "Token
     from penstock_enginecore.forward.cuda.kernels.sample import TokenSampler
 
     return TokenSampler(max_rows, vocab, device)
+
+
+def _score(logits: torch.Tensor, token_ids: torch.Tensor, count: int) -> torch.Tensor:
+    from penstock_enginecore.forward.cuda.kernels.logprobs import score
+
+    return score(logits, token_ids, count)
 
 
 def _build(probed: ProbedModel, uses: KernelsConfig, lora: SlotLimits | None) -> FusedForward:

@@ -160,6 +160,10 @@ class GroupInputs:
     key_ends: torch.Tensor | None = None
 
 
+MAX_SCORED = 20
+"""Maximum number of likeliest tokens whose log-probabilities the kernels compute."""
+
+
 @dataclass(frozen=True, slots=True)
 class Draws:
     """Sampling parameters of rows of logits, as tensors ``[rows]`` on the device.

@@ -2,6 +2,7 @@
 applied on the device.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +19,17 @@ from penstock_enginecore.forward.cuda.buffers import (
     draw_values,
     to_device,
 )
-from penstock_enginecore.forward.cuda.kernel_api import Draws
+from penstock_enginecore.forward.cuda.kernel_api import MAX_SCORED, Draws
 from penstock_enginecore.sample.base import DrawSettings, LaunchedTokens, PlainDraws, Sampler, SamplingInputs, uniforms
 from penstock_enginecore.sample.rules import NEVER, Entries, GrammarRows, LogitRules, PenaltyEntries, apply_rules
+from penstock_enginecore.sample.sampler import PackLogprobs, pack_logprobs
 
 if TYPE_CHECKING:  # Triton is imported only if there is a device for its kernels
     from penstock_enginecore.forward.cuda.kernels.sample import TokenSampler
 
+logger = logging.getLogger(__name__)
+
+_MAX_SCORE_ERROR = 1e-4
 MakeSampling = Callable[[int, int, torch.device], "TokenSampler"]
 """Function that creates sampling kernels. The arguments of the function are the maximum number of rows, the vocabulary
 size and the device.
@@ -38,7 +43,16 @@ class DeviceLauncher:
     ``for_steps`` has the kernels for captured steps, whose memory never moves.
     """
 
-    def __init__(self, vocab: int, device: torch.device, make: MakeSampling) -> None:
+    def __init__(
+        self, vocab: int, device: torch.device, make: MakeSampling, score: PackLogprobs = pack_logprobs
+    ) -> None:
+        """Args:
+        vocab: Number of logits of a row.
+        device: The device.
+        make: Creates sampling kernels.
+        score: Computes log-probabilities with up to ``MAX_SCORED`` likeliest tokens.
+        """
+        self._score = score
         self._vocab = vocab
         self._device = device
         self._make = make
@@ -68,6 +82,12 @@ class DeviceLauncher:
         if rules:
             self._discount(results[1, :rows], logits, results[0, :rows], rules)
         return LaunchedTokens(results, rows)
+
+    def score(self, logits: torch.Tensor, token_ids: torch.Tensor, count: int) -> torch.Tensor:
+        """Launch the kernels of log-probabilities, and return the packed log-probabilities of ``token_ids``. Torch
+        computes more than ``MAX_SCORED`` likeliest tokens.
+        """
+        return (self._score if count <= MAX_SCORED else pack_logprobs)(logits.contiguous(), token_ids, count)
 
     def _discount(
         self, num_nans: torch.Tensor, logits: torch.Tensor, token_ids: torch.Tensor, rules: LogitRules
@@ -120,6 +140,42 @@ def difference(launcher: DeviceLauncher, sampler: Sampler, logits: torch.Tensor)
         found = launcher.launch(logits, PlainDraws.of(settings, seeds, number), rules).token_ids.cpu().numpy()
         if wrong := int((found != expected).sum()):
             return f"{wrong} of {rows} tokens differ{' with rules' if rules else ''}"
+    return ""
+
+
+def proved_score(score: PackLogprobs, logits: torch.Tensor) -> PackLogprobs:
+    """Return ``score`` if its log-probabilities match those of torch. Otherwise log a warning and return the function
+    of torch.
+    """
+    try:
+        reason = score_difference(score, logits)
+    except Exception as e:  # for example an error of a compiler or driver
+        reason = f"{type(e).__name__}: {e}"
+    if not reason:
+        return score
+    logger.warning(
+        "computing log-probabilities with PyTorch instead of the kernels (slower), because the kernels failed their check "
+        "reason=%s",
+        reason,
+    )
+    return pack_logprobs
+
+
+def score_difference(score: PackLogprobs, logits: torch.Tensor) -> str:
+    """Return text about the log-probabilities of ``score`` that differ from those of torch, or an empty text.
+
+    The order of tokens with equal logits may differ.
+    """
+    chosen = torch.arange(len(logits), device=logits.device) % logits.shape[1]
+    for count in (0, min(MAX_SCORED, logits.shape[1])):
+        found, expected = (each(logits, chosen, count) for each in (score, pack_logprobs))
+        if bool((found[2] != expected[2]).any()):
+            return "ranks differ"
+        if bool((logits.gather(1, found[0].long()) != logits.gather(1, expected[0].long())).any()):
+            return "the likeliest tokens differ"
+        largest = (found[1].view(torch.float32) - expected[1].view(torch.float32)).abs().max().item()
+        if not largest < _MAX_SCORE_ERROR:
+            return f"log-probabilities differ by up to {largest:.2g}"
     return ""
 
 

@@ -29,6 +29,7 @@ from penstock_enginecore.forward.build import ForwardConfig, build_forward
 from penstock_enginecore.models.loader import load_model
 from penstock_enginecore.sample.base import LaunchedTokens, PlainDraws
 from penstock_enginecore.sample.rules import LogitRules
+from penstock_enginecore.sample.sampler import pack_logprobs
 from penstock_enginecore.worker.device_thread import Late
 from tests.fakes.models.tiny_models import VOCAB_SIZE, save_tiny_model
 from tests.fakes.patience import PATIENCE
@@ -183,6 +184,10 @@ class Marked:
         results = torch.zeros(2, len(logits), dtype=torch.int32)
         results[0] = torch.arange(len(logits)) + (300 if rules else 100)
         return LaunchedTokens(results, len(logits))
+
+    def score(self, logits: torch.Tensor, token_ids: torch.Tensor, count: int) -> torch.Tensor:
+        """Return the log-probabilities of torch."""
+        return pack_logprobs(logits, token_ids, count)
 
 
 def test_only_rows_with_rules_are_sampled_apart(path: Path) -> None:

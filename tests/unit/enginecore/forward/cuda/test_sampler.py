@@ -12,7 +12,7 @@ from penstock_enginecore.forward.cuda.decoder import device_launcher, proved_lau
 from penstock_enginecore.forward.cuda.sampler import DeviceLauncher
 from penstock_enginecore.sample.base import DrawSettings, PlainDraws, SamplingInputs, uniforms
 from penstock_enginecore.sample.rules import Entries, GrammarRows, LogitRules, PenaltyEntries, apply_rules
-from penstock_enginecore.sample.sampler import TokenLogprobs, TorchSampler, pack_logprobs, token_logprobs
+from penstock_enginecore.sample.sampler import PackLogprobs, TokenLogprobs, TorchSampler, pack_logprobs, token_logprobs
 from tests.fakes.models.recorded_launches import RecordedSampling, Recorder
 from tests.fakes.models.torch_sampling import TorchSampling
 
@@ -243,6 +243,63 @@ def test_rules_that_are_not_applied_are_noticed(
     monkeypatch.setattr("penstock_enginecore.forward.cuda.sampler.apply_rules", lambda *args, **options: None)
     assert proved_launcher(CPU, TorchSampler(), 400, torch.float32, TorchSampling) is None
     assert " of 128 tokens differ with rules" in caplog.text
+
+
+def score_wrongly(logits: torch.Tensor, token_ids: torch.Tensor, count: int) -> torch.Tensor:
+    packed = pack_logprobs(logits, token_ids, count)
+    packed[1].view(torch.float32).sub_(0.01)
+    return packed
+
+
+def rank_wrongly(logits: torch.Tensor, token_ids: torch.Tensor, count: int) -> torch.Tensor:
+    packed = pack_logprobs(logits, token_ids, count)
+    packed[2] += 1
+    return packed
+
+
+def find_others(logits: torch.Tensor, token_ids: torch.Tensor, count: int) -> torch.Tensor:
+    packed = pack_logprobs(logits, token_ids, count)
+    packed[0, :, -1] = 0
+    return packed
+
+
+def fail_to_compile(logits: torch.Tensor, token_ids: torch.Tensor, count: int) -> torch.Tensor:
+    raise OSError("no C compiler")
+
+
+@pytest.mark.parametrize(
+    ("score", "reason"),
+    [
+        (score_wrongly, "log-probabilities differ by up to 0.01"),
+        (rank_wrongly, "ranks differ"),
+        (find_others, "the likeliest tokens differ"),
+        (fail_to_compile, "OSError: no C compiler"),
+    ],
+)
+def test_kernels_that_score_otherwise_are_not_used(
+    score: PackLogprobs, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    launcher = proved_launcher(CPU, TorchSampler(), 400, torch.float32, TorchSampling, score)
+    assert launcher is not None
+    assert launcher._score is pack_logprobs
+    assert f"reason={reason}" in caplog.text
+
+
+def test_kernels_score_up_to_twenty_of_the_likeliest_tokens(caplog: pytest.LogCaptureFixture) -> None:
+    asked: list[int] = []
+
+    def score(logits: torch.Tensor, token_ids: torch.Tensor, count: int) -> torch.Tensor:
+        asked.append(count)
+        return pack_logprobs(logits, token_ids, count)
+
+    launcher = proved_launcher(CPU, TorchSampler(), 400, torch.float32, TorchSampling, score)
+    assert launcher is not None
+    asked.clear()
+    logits, chosen = random_logits(2, 400, seed=1), torch.tensor([3, 4])
+    for count in (0, 20, 21, 400):
+        assert torch.equal(launcher.score(logits, chosen, count), pack_logprobs(logits, chosen, count))
+    assert asked == [0, 20]
+    assert not caplog.messages
 
 
 def test_kernels_that_choose_alike_are(caplog: pytest.LogCaptureFixture) -> None:
