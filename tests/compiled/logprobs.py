@@ -1,9 +1,9 @@
-"""Kernels of log-probabilities, for the vocabularies of published models."""
+"""Kernels of log-probabilities and grammar masks, for the vocabularies of published models."""
 
 from collections.abc import Iterator
 
 from penstock_enginecore.forward.cuda.kernel_api import MAX_SCORED
-from penstock_enginecore.forward.cuda.kernels import logprobs
+from penstock_enginecore.forward.cuda.kernels import logprobs, mask
 from tests.compiled.kernel import Kernel
 
 VOCABULARIES = {"Llama 3": 128_256, "Gemma 3": 262_208, "Mistral 7B": 32_768}
@@ -20,11 +20,19 @@ def kernels() -> Iterator[Kernel]:
         for name in VOCABULARIES:
             for count in (0, MAX_SCORED):
                 yield from _both(name, dtype, count)
+    yield _mask()
 
 
 def gate() -> Iterator[Kernel]:
     """Yield the kernels of one vocabulary."""
-    return _both("Llama 3", "bf16", MAX_SCORED)
+    yield from _both("Llama 3", "bf16", MAX_SCORED)
+    yield _mask()
+
+
+def _mask() -> Kernel:
+    arguments = {"logits": "*fp32", "rows": "*i64", "words": "*i32", "vocab": "i32", "num_words": "i32"}
+    aligned = frozenset({"logits", "rows", "words"})
+    return Kernel("masks of rows", mask.mask_rows, {**arguments}, {"PART": mask.PART}, aligned, mask.WARPS)
 
 
 def _both(name: str, dtype: str, count: int) -> Iterator[Kernel]:

@@ -24,6 +24,7 @@ from penstock_enginecore.forward.cuda.buffers import DRAW_DTYPES, MAX_CAPTURED_T
 from penstock_enginecore.forward.cuda.decoder import FusedForward
 from penstock_enginecore.forward.cuda.kernel_api import Draws
 from penstock_enginecore.forward.cuda.kernels.logprobs import score
+from penstock_enginecore.forward.cuda.kernels.mask import mask
 from penstock_enginecore.forward.cuda.kernels.sample import TokenSampler
 from penstock_enginecore.forward.cuda.triton_kernels import TritonKernels
 from penstock_enginecore.forward.dummy_inputs import blank_step
@@ -158,3 +159,4 @@ def _sample(vocab: int, dtype: torch.dtype) -> None:
     logits = torch.zeros(rows, vocab, dtype=dtype)
     for count in (0, 1):
         score(logits, torch.zeros(rows, dtype=torch.int64), count)
+    mask(torch.zeros(1, vocab), torch.zeros(1, dtype=torch.int64), torch.zeros(1, -(-vocab // 32), dtype=torch.int32))

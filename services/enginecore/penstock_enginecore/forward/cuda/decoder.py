@@ -30,8 +30,10 @@ from penstock_enginecore.forward.cuda.linear import Dense, Product, empty, keeps
 from penstock_enginecore.forward.cuda.sampler import (
     DeviceLauncher,
     MakeSampling,
+    MaskRows,
     TokenFeedback,
     difference,
+    proved_mask,
     proved_score,
 )
 from penstock_enginecore.forward.dummy_inputs import CUTS, NUM_TOKENS, Probe, probe_logits, probe_parts
@@ -496,7 +498,7 @@ def device_launcher(
     """
     if device.type != "cuda" or not uses.sampler:
         return None
-    return proved_launcher(device, sampler, vocab, dtype, _sampling_kernels, _score)
+    return proved_launcher(device, sampler, vocab, dtype, _sampling_kernels, _score, _mask)
 
 
 def proved_launcher(
@@ -506,16 +508,19 @@ def proved_launcher(
     dtype: torch.dtype,
     make: MakeSampling,
     score: PackLogprobs = pack_logprobs,
+    mask: MaskRows | None = None,
 ) -> DeviceLauncher | None:
     """Return a launcher with the kernels from ``make`` if this launcher samples the same tokens as ``sampler``.
     Otherwise log a warning and return None.
 
-    The launcher computes log-probabilities with ``score``, or with torch if the results of ``score`` differ.
+    The launcher computes log-probabilities with ``score`` and applies grammar masks with ``mask``, or with torch if
+    their results differ.
     """
     generator = torch.Generator().manual_seed(0)
     logits = (3 * torch.randn(_PROVED_ROWS, vocab, generator=generator)).to(device=device, dtype=dtype)
     try:
-        launcher = DeviceLauncher(vocab, device, make, proved_score(score, logits))
+        proved = None if mask is None else proved_mask(mask, vocab, device)
+        launcher = DeviceLauncher(vocab, device, make, proved_score(score, logits), proved)
         reason = difference(launcher, sampler, logits)
     except Exception as e:  # for example an error of a compiler or driver
         reason = f"{type(e).__name__}: {e}"
@@ -538,6 +543,12 @@ def _score(logits: torch.Tensor, token_ids: torch.Tensor, count: int) -> torch.T
     from penstock_enginecore.forward.cuda.kernels.logprobs import score
 
     return score(logits, token_ids, count)
+
+
+def _mask(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> None:
+    from penstock_enginecore.forward.cuda.kernels.mask import mask
+
+    mask(logits, rows, words)
 
 
 def _build(probed: ProbedModel, uses: KernelsConfig, lora: SlotLimits | None) -> FusedForward:

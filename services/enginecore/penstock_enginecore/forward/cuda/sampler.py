@@ -21,11 +21,22 @@ from penstock_enginecore.forward.cuda.buffers import (
 )
 from penstock_enginecore.forward.cuda.kernel_api import MAX_SCORED, Draws
 from penstock_enginecore.sample.base import DrawSettings, LaunchedTokens, PlainDraws, Sampler, SamplingInputs, uniforms
-from penstock_enginecore.sample.rules import NEVER, Entries, GrammarRows, LogitRules, PenaltyEntries, apply_rules
+from penstock_enginecore.sample.rules import (
+    NEVER,
+    Entries,
+    GrammarRows,
+    LogitRules,
+    PenaltyEntries,
+    apply_rules,
+    mask_grammar,
+)
 from penstock_enginecore.sample.sampler import PackLogprobs, pack_logprobs
 
 if TYPE_CHECKING:  # Triton is imported only if there is a device for its kernels
     from penstock_enginecore.forward.cuda.kernels.sample import TokenSampler
+
+MaskRows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""Function that applies grammar masks to rows of logits, such as ``kernels.mask.mask``."""
 
 logger = logging.getLogger(__name__)
 
@@ -44,15 +55,22 @@ class DeviceLauncher:
     """
 
     def __init__(
-        self, vocab: int, device: torch.device, make: MakeSampling, score: PackLogprobs = pack_logprobs
+        self,
+        vocab: int,
+        device: torch.device,
+        make: MakeSampling,
+        score: PackLogprobs = pack_logprobs,
+        mask: MaskRows | None = None,
     ) -> None:
         """Args:
         vocab: Number of logits of a row.
         device: The device.
         make: Creates sampling kernels.
         score: Computes log-probabilities with up to ``MAX_SCORED`` likeliest tokens.
+        mask: Applies grammar masks, or None for torch's operations.
         """
         self._score = score
+        self._mask = mask
         self._vocab = vocab
         self._device = device
         self._make = make
@@ -66,7 +84,7 @@ class DeviceLauncher:
         rows = len(logits)
         if rules:
             logits = logits.to(torch.float32, copy=True)
-            apply_rules(logits, rules, upload=self._upload)
+            apply_rules(logits, rules, None if self._mask is None else self._mask_grammar, self._upload)
         if rows > self._max_rows:
             self._max_rows = 1 << (rows - 1).bit_length()
             self._kernels = self._make(self._max_rows, self._vocab, self._device)
@@ -107,6 +125,11 @@ class DeviceLauncher:
             values = logits[tuple(index)]
             num_nans.index_add_(0, index[0], (values.isnan() | (values == torch.inf)).int(), alpha=-1)
 
+    def _mask_grammar(self, logits: torch.Tensor, grammar: GrammarRows) -> None:
+        rows, words = self._upload([grammar.rows, grammar.bitmask.reshape(-1)])
+        if self._mask is not None:
+            self._mask(logits, rows, words.view(len(rows), -1))
+
     def _upload(self, vectors: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
         return to_device([(vector, torch.from_numpy(vector[:0]).dtype) for vector in vectors], self._device)
 
@@ -141,6 +164,26 @@ def difference(launcher: DeviceLauncher, sampler: Sampler, logits: torch.Tensor)
         if wrong := int((found != expected).sum()):
             return f"{wrong} of {rows} tokens differ{' with rules' if rules else ''}"
     return ""
+
+
+def proved_mask(mask: MaskRows, vocab: int, device: torch.device) -> MaskRows | None:
+    """Return ``mask`` if its results match those of torch. Otherwise log a warning and return None."""
+    random = np.random.default_rng(0)
+    grammar = GrammarRows(np.array([2, 0]), random.integers(-(2**31), 2**31, (2, -(-vocab // 32)), dtype=np.int32))
+    expected, found = torch.zeros(2, 3, vocab, device=device)
+    try:
+        mask_grammar(expected, grammar)
+        mask(found, *(torch.from_numpy(array).to(device) for array in (grammar.rows, grammar.bitmask)))
+        reason = "" if torch.equal(found, expected) else "masked logits differ"
+    except Exception as e:  # for example an error of a compiler or driver
+        reason = f"{type(e).__name__}: {e}"
+    if not reason:
+        return mask
+    logger.warning(
+        "applying grammar masks with PyTorch instead of the kernel (slower), because the kernel failed its check reason=%s",
+        reason,
+    )
+    return None
 
 
 def proved_score(score: PackLogprobs, logits: torch.Tensor) -> PackLogprobs:

@@ -9,9 +9,9 @@ import torch
 
 from penstock_enginecore.config import KernelsConfig
 from penstock_enginecore.forward.cuda.decoder import device_launcher, proved_launcher
-from penstock_enginecore.forward.cuda.sampler import DeviceLauncher
+from penstock_enginecore.forward.cuda.sampler import DeviceLauncher, MaskRows
 from penstock_enginecore.sample.base import DrawSettings, PlainDraws, SamplingInputs, uniforms
-from penstock_enginecore.sample.rules import Entries, GrammarRows, LogitRules, PenaltyEntries, apply_rules
+from penstock_enginecore.sample.rules import Entries, GrammarRows, LogitRules, PenaltyEntries, apply_rules, mask_grammar
 from penstock_enginecore.sample.sampler import PackLogprobs, TokenLogprobs, TorchSampler, pack_logprobs, token_logprobs
 from tests.fakes.models.recorded_launches import RecordedSampling, Recorder
 from tests.fakes.models.torch_sampling import TorchSampling
@@ -300,6 +300,27 @@ def test_kernels_score_up_to_twenty_of_the_likeliest_tokens(caplog: pytest.LogCa
         assert torch.equal(launcher.score(logits, chosen, count), pack_logprobs(logits, chosen, count))
     assert asked == [0, 20]
     assert not caplog.messages
+
+
+def mask_by_torch(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> None:
+    mask_grammar(logits, GrammarRows(rows.numpy(), words.numpy()))
+
+
+def mask_the_next_row(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> None:
+    mask_by_torch(logits, (rows + 1) % len(logits), words)
+
+
+@pytest.mark.parametrize(
+    ("mask", "reason"),
+    [(mask_the_next_row, "masked logits differ"), (fail_to_compile, "OSError: no C compiler"), (mask_by_torch, "")],
+)
+def test_a_kernel_of_masks_is_used_if_it_masks_alike(
+    mask: MaskRows, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    launcher = proved_launcher(CPU, TorchSampler(), 400, torch.float32, TorchSampling, pack_logprobs, mask)
+    assert launcher is not None
+    assert launcher._mask is (None if reason else mask)
+    assert (f"reason={reason}" in caplog.text) is bool(reason)
 
 
 def test_kernels_that_choose_alike_are(caplog: pytest.LogCaptureFixture) -> None:
