@@ -6,10 +6,21 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 
-from tests.compiled import adapters, attention, experts, invariant, latent, logprobs, products, sampling, states
+from tests.compiled import (
+    adapters,
+    attention,
+    experts,
+    invariant,
+    latent,
+    logprobs,
+    mixture,
+    products,
+    sampling,
+    states,
+)
 from tests.compiled.kernel import Kernel, Usage, compile_kernel
 
-ROOMS = (attention, latent, products, experts, invariant, adapters, states, sampling, logprobs)
+ROOMS = (attention, latent, products, experts, mixture, invariant, adapters, states, sampling, logprobs)
 ALL: tuple[Callable[[], Iterator[Kernel]], ...] = tuple(room.kernels for room in ROOMS)
 GATE: tuple[Callable[[], Iterator[Kernel]], ...] = tuple(room.gate for room in ROOMS)
 """Functions that yield kernels, one for each module of this folder. A new module must be added here."""

@@ -1,11 +1,17 @@
-"""Grouped products with quantized expert weights, in the shapes of a model with 128 experts."""
+"""Grouped products with quantized and with 16-bit expert weights, in the shapes of a model with 128 experts."""
 
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from penstock_enginecore.forward.cuda.kernel_api import Kind
-from penstock_enginecore.forward.cuda.kernels.configurations import ExpertTiles, expert_tiles, load_tuned
+from penstock_enginecore.forward.cuda.kernels.configurations import (
+    DenseExpertTiles,
+    ExpertTiles,
+    expert_tiles,
+    load_tuned,
+)
+from penstock_enginecore.forward.cuda.kernels.grouped import grouped_tiles
 from penstock_enginecore.forward.cuda.kernels.quantized import quantized_experts
 from tests.compiled.kernel import Kernel
 
@@ -14,20 +20,28 @@ ROWS = (64, 512)
 """Rows per expert for which a batch-invariant program computes 64 rows and 128 rows."""
 _KINDS: tuple[Kind, ...] = ("float8", "int4", "mxfp4")
 _ARGUMENTS: dict[str, str | None] = {
-    "x": "*bf16", "zeros": None, "bias": None, "ends": "*i32", "out": "*bf16", "experts": "i32",
-    "out_features": "i32", "in_features": "i32", "blocks": "i32",
+    "x": "*bf16", "zeros": None, "bias": None, "ends": "*i32", "order": "*i32", "out": "*bf16", "experts": "i32",
+    "out_features": "i32", "in_features": "i32", "blocks": "i32", "alpha": "fp32", "limit": "fp32",
 }  # fmt: skip
-_ALIGNED = frozenset({"x", "numbers", "zeros", "scales", "bias", "ends", "out", "out_features", "in_features"})
+_ALIGNED = frozenset(
+    {"x", "weight", "numbers", "zeros", "scales", "bias", "ends", "order", "out", "out_features", "in_features"}
+)
+_GATHERS = {"TOP_K": 8, "GATE": "silu"}
+_SCATTERS = {"TOP_K": 0, "GATE": ""}
 
 
 def kernels() -> Iterator[Kernel]:
     """Yield kernels for each format of weights.
 
     The formats are fp8 with scales per row and per block of 128 columns, int4 with groups of 32 and 128, and MXFP4 with
-    biases.
+    biases. These products gather and activate rows. Products with 16-bit weights also scatter rows.
     """
     for tiles in load_tuned().experts:
         yield from _of(tiles, str(tiles.rows))
+    for dense in load_tuned().dense_experts:
+        for role, constants in (("gather", _GATHERS), ("scatter", _SCATTERS)):
+            own = {"BLOCK_K": dense.block_k, "TRANSPOSED": False, **constants}
+            yield _kernel(f"16-bit experts, {dense.rows} rows, {role}", dense, {"weight": "*bf16"}, own)
     for kind in _KINDS:
         for rows in ROWS:
             tiles = expert_tiles(rows, kind, invariant=True)
@@ -56,12 +70,16 @@ def _of(tiles: ExpertTiles, rows: str) -> Iterator[Kernel]:
             yield _kernel(f"int4 experts, {rows} rows, by {width} columns", tiles, types, own)
     else:
         types = {"numbers": "*u8", "scales": "*u8", "bias": "*bf16"}
-        yield _kernel(f"mxfp4 experts, {rows} rows", tiles, types, {"WIDTH": 32, "HALF": 32, "BLOCK_K": 64})
+        yield _kernel(
+            f"mxfp4 experts, {rows} rows", tiles, types, {"WIDTH": 32, "HALF": 32, "BLOCK_K": 64, "GATE": "clamped"}
+        )
 
 
-def _kernel(name: str, tiles: ExpertTiles, types: dict[str, str], own: dict[str, Any]) -> Kernel:
+def _kernel(name: str, tiles: ExpertTiles | DenseExpertTiles, types: dict[str, str], own: dict[str, Any]) -> Kernel:
+    is_dense = isinstance(tiles, DenseExpertTiles)
     shape = {
-        "KIND": tiles.kind,
+        **({} if isinstance(tiles, DenseExpertTiles) else {"KIND": tiles.kind}),
+        **_GATHERS,
         "EVEN": True,
         "EXPERTS": EXPERTS,
         "BLOCK_M": tiles.block_m,
@@ -71,7 +89,7 @@ def _kernel(name: str, tiles: ExpertTiles, types: dict[str, str], own: dict[str,
     must_have = ("cp.async",) if tiles.block_m < 64 else ("cp.async", "wgmma.mma_async")
     return Kernel(
         name,
-        quantized_experts,
+        grouped_tiles if is_dense else quantized_experts,
         {**_ARGUMENTS, **types},
         {**shape, **own},
         _ALIGNED,

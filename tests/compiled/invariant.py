@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from penstock_enginecore.forward.cuda.kernels.configurations import InvariantTiles, invariant_tiles, product_tiles
-from penstock_enginecore.forward.cuda.kernels.invariant import grouped_tiles
+from penstock_enginecore.forward.cuda.kernels.grouped import grouped_tiles
 from penstock_enginecore.forward.cuda.kernels.invariant import product_tiles as product_kernel
 from tests.compiled import products
 from tests.compiled.kernel import Kernel
@@ -13,10 +13,10 @@ ROWS = (64, 512)
 """Rows of steps for which a program computes 64 rows and 128 rows."""
 FEATURES = (4096, 28_672)
 _ARGUMENTS: dict[str, str | None] = {
-    "x": "*bf16", "weight": "*bf16", "bias": None, "ends": "*i32", "out": "*bf16", "rows": "i32", "experts": "i32",
-    "out_features": "i32", "in_features": "i32", "scale": "fp32",
+    "x": "*bf16", "weight": "*bf16", "bias": None, "ends": "*i32", "order": "*i32", "out": "*bf16", "rows": "i32",
+    "experts": "i32", "out_features": "i32", "in_features": "i32", "scale": "fp32", "alpha": "fp32", "limit": "fp32",
 }  # fmt: skip
-_ALIGNED = frozenset({"x", "weight", "ends", "out", "out_features", "in_features"})
+_ALIGNED = frozenset({"x", "weight", "ends", "order", "out", "out_features", "in_features"})
 
 
 def kernels() -> Iterator[Kernel]:
@@ -51,7 +51,7 @@ def _product(tiles: InvariantTiles, features: int, rows: int, *, transposed: boo
         "EVEN": True,
         "PRECISION": "tf32",
     }
-    own = {} if transposed is None else {"EXPERTS": 128, "TRANSPOSED": transposed}
+    own = {} if transposed is None else {"EXPERTS": 128, "TRANSPOSED": transposed, "TOP_K": 0, "GATE": ""}
     kind = {None: "product", False: "experts", True: "transposed experts"}[transposed]
     return Kernel(
         f"invariant {kind}, {rows} rows, {features} features",

@@ -6,12 +6,14 @@ from penstock_enginecore.attention.base import AttentionParams
 from penstock_enginecore.attention.kv_cache import UNSCALED, KVScales, stored
 from penstock_enginecore.forward.cuda.kernel_api import (
     Activation,
+    ClampedGate,
     GroupInputs,
     Int4Weight,
     Mxfp4Weight,
     Norm,
     QuantizedWeight,
     RotaryTable,
+    Routing,
     StackedWeight,
 )
 from penstock_enginecore.lora.device_slots import RowTiles, SlotMatrices, row_stride
@@ -161,6 +163,33 @@ class TorchKernels:
     ) -> None:
         _multiply(x, weight, bias, scale, out)
 
+    def route(
+        self,
+        logits: torch.Tensor,
+        correction: torch.Tensor | None,
+        starts: torch.Tensor,
+        routing: Routing,
+        weights: torch.Tensor,
+        chosen: torch.Tensor,
+    ) -> None:
+        count, experts = int(starts[-1]), logits.shape[1]
+        scores = logits.float().sigmoid() if routing.sigmoid else logits.float().softmax(1)
+        ranked = (scores if correction is None else scores + correction).view(len(logits), routing.groups, -1)
+        best = ranked.topk(routing.counted, dim=2)[0].sum(2).argsort(dim=1, descending=True, stable=True)
+        left = torch.full_like(ranked, float("-inf"))
+        for token, kept in enumerate(best[:, : routing.kept]):
+            left[token, kept] = ranked[token, kept]
+        found = left.flatten(1).argsort(dim=1, descending=True, stable=True)[:, : routing.top_k]
+        factors = scores.gather(1, found)
+        weights.copy_(routing.scale * (factors / (factors.sum(1, keepdim=True) + 1e-20 if routing.renormalize else 1)))
+        chosen.copy_(found)
+        chosen[count:] = experts
+
+    def align(self, chosen: torch.Tensor, ends: torch.Tensor, order: torch.Tensor) -> None:
+        ids, places = chosen.flatten().sort(stable=True)
+        order.copy_(places)
+        ends.copy_(torch.bincount(ids, minlength=len(ends) + 1)[: len(ends)].cumsum(0))
+
     def grouped_product(
         self,
         x: torch.Tensor,
@@ -169,35 +198,34 @@ class TorchKernels:
         ends: torch.Tensor,
         out: torch.Tensor,
         *,
-        transposed: bool,
+        order: torch.Tensor | None = None,
+        top_k: int = 0,
+        activation: Activation | ClampedGate | None = None,
+        transposed: bool = False,
     ) -> None:
-        begin = 0
-        for expert, end in enumerate(ends.tolist()):
-            own = weight[expert].t() if transposed else weight[expert]
-            _multiply(x[begin:end], own, None if bias is None else bias[expert], 1.0, out[begin:end])
-            begin = end
+        matrices = [matrix.t() if transposed else matrix for matrix in weight]
+        _multiply_groups(x, matrices, bias, ends, out, order, top_k, activation)
 
     def quantized_grouped_product(
-        self, x: torch.Tensor, weight: StackedWeight, bias: torch.Tensor | None, ends: torch.Tensor, out: torch.Tensor
-    ) -> None:
-        begin = 0
-        for expert, end in enumerate(ends.tolist()):
-            own = _dense(weight, *(tensor[expert] for tensor in weight.tensors))
-            _multiply(x[begin:end], own, None if bias is None else bias[expert], 1.0, out[begin:end])
-            begin = end
-
-    def weighted_sum(
         self,
         x: torch.Tensor,
-        places: torch.Tensor,
-        weights: torch.Tensor,
-        scale: float,
+        weight: StackedWeight,
+        bias: torch.Tensor | None,
+        ends: torch.Tensor,
         out: torch.Tensor,
         *,
-        renormalize: bool,
+        order: torch.Tensor | None = None,
+        top_k: int = 0,
+        activation: Activation | ClampedGate | None = None,
     ) -> None:
-        factors = (weights / weights.sum(1, keepdim=True) if renormalize else weights).double() * scale
-        out.copy_((x[places].double() * factors[:, :, None]).sum(1))
+        matrices = [_dense(weight, *(tensor[expert] for tensor in weight.tensors)) for expert in range(len(ends))]
+        _multiply_groups(x, matrices, bias, ends, out, order, top_k, activation)
+
+    def weighted_sum(
+        self, x: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None, out: torch.Tensor
+    ) -> None:
+        total = (x.view(*weights.shape, -1).double() * weights.double()[:, :, None]).sum(1)
+        out.copy_(total if shared is None else total + shared.double())
 
     def add_low_rank(
         self,
@@ -247,6 +275,38 @@ def _multiply(
 ) -> None:
     for row, target in zip(x, out, strict=True):
         target.copy_((weight.double() @ row.double() + (0.0 if bias is None else bias.double())) * scale)
+
+
+def _multiply_groups(
+    x: torch.Tensor,
+    matrices: list[torch.Tensor],
+    bias: torch.Tensor | None,
+    ends: torch.Tensor,
+    out: torch.Tensor,
+    order: torch.Tensor | None,
+    top_k: int,
+    activation: Activation | ClampedGate | None,
+) -> None:
+    """Multiply row by row, so that the result of a row does not depend on other rows."""
+    begin = 0
+    for expert, end in enumerate(ends.tolist()):
+        for row in range(begin, end):
+            source = row if order is None or not top_k else int(order[row]) // top_k
+            target = row if order is None or top_k else int(order[row])
+            product = matrices[expert].double() @ x[source].double()
+            product = product if bias is None else product + bias[expert].double()
+            out[target] = _activated(product, activation).to(out.dtype)
+        begin = end
+
+
+def _activated(product: torch.Tensor, activation: Activation | ClampedGate | None) -> torch.Tensor:
+    if activation is None:
+        return product
+    if isinstance(activation, ClampedGate):
+        gate, up = product[::2].clamp(max=activation.limit), product[1::2].clamp(-activation.limit, activation.limit)
+        return (up + 1) * gate * torch.sigmoid(activation.alpha * gate)
+    gate, up = product.chunk(2)
+    return _ACTIVATIONS[activation](gate) * up
 
 
 def _normed(x: torch.Tensor, norm: Norm) -> torch.Tensor:

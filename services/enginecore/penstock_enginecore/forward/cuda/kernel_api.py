@@ -1,5 +1,5 @@
-"""Data types for kernel arguments: quantized weights, norms, rotary tables, a step's positions in the cache, and
-sampling parameters.
+"""Data types for kernel arguments: quantized weights, norms, rotary tables, a step's positions in the cache, the choice
+of experts, and sampling parameters.
 
 The kernels are in ``triton_kernels.py``. The tests contain the same functions in plain torch.
 """
@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from penstock_enginecore.models.decoder_plan import Activation as Activation
+from penstock_enginecore.models.decoder_plan import ClampedGate as ClampedGate
 from penstock_enginecore.models.decoder_plan import Norm as Norm
 
 # Weights that stay quantized, in the kernels' layout. Experts' weights have an additional first dimension.
@@ -158,6 +159,47 @@ class GroupInputs:
     seq_lens: torch.Tensor
     slots: torch.Tensor
     key_ends: torch.Tensor | None = None
+
+
+# Mixtures of experts.
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Choice of a token's ``top_k`` experts, and their weights.
+
+    Attributes:
+        renormalize: Whether the weights of a token are divided by their sum.
+        scale: Factor of the weights.
+        sigmoid: Whether the score of an expert is the sigmoid of its logit, and not its probability.
+        groups: Number of groups of consecutive experts.
+        kept: Number of groups with the largest scores. Only their experts can be chosen.
+        counted: Number of a group's best scores, 1 or 2, whose sum is the score of the group.
+    """
+
+    top_k: int
+    renormalize: bool
+    scale: float
+    sigmoid: bool = False
+    groups: int = 1
+    kept: int = 1
+    counted: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRows:
+    """Rows of a step in the order of their experts. A row is a pair of a token and one of its ``top_k`` experts; see
+    ``kernels/mixture.py``.
+
+    Attributes:
+        ends: int32 ``[experts]``, the end of each expert's rows. Rows after the last end belong to no expert.
+        order: int32 ``[rows]``, the index of the pair of each row, ``token * top_k + i``.
+        top_k: Number of experts per token.
+    """
+
+    ends: torch.Tensor
+    order: torch.Tensor
+    top_k: int
 
 
 MAX_SCORED = 20

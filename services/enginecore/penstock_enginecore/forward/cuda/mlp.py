@@ -1,9 +1,8 @@
 """Last part of a layer of the fused decoder: a gated MLP, or a mixture of experts.
 
-Experts use grouped matrix products. Tokens are sorted by expert, and a tensor on the device contains the end of each
-expert's tokens. Therefore the host reads nothing from the device, and CUDA graphs can capture steps with experts. Each
-step allocates its intermediate tensors. Batch-invariant kernels compute the sums themselves, because the order of
-torch's sums depends on the number of tokens.
+Experts use grouped matrix products. Pairs of a token and an expert are sorted by expert, and a tensor on the device
+contains the end of each expert's pairs. Therefore the host reads nothing from the device, and CUDA graphs can capture
+steps with experts. Each step allocates its intermediate tensors.
 """
 
 from dataclasses import dataclass
@@ -13,9 +12,17 @@ import torch
 
 from penstock_enginecore.forward.cuda.adapters import Adapt, unadapted
 from penstock_enginecore.forward.cuda.buffers import Activations, StepInputs
-from penstock_enginecore.forward.cuda.kernel_api import Float8Weight, Int4Weight, Mxfp4Weight, StackedWeight
+from penstock_enginecore.forward.cuda.kernel_api import (
+    Activation,
+    ExpertRows,
+    Float8Weight,
+    Int4Weight,
+    Mxfp4Weight,
+    Routing,
+    StackedWeight,
+)
 from penstock_enginecore.forward.cuda.linear import Held, Product, int4_weight, joined, keeps, merged
-from penstock_enginecore.models.decoder_plan import ClampedGate, ExpertsPlan, GroupedRouting, MLPPlan, OtherMixture
+from penstock_enginecore.models.decoder_plan import ClampedGate, ExpertsPlan, MLPPlan, OtherMixture
 from penstock_enginecore.models.errors import UnsuitableError
 from penstock_enginecore.models.quantization.awq_gptq import Awq, Gptq, Packed
 from penstock_enginecore.models.quantization.float8 import Float8
@@ -25,50 +32,26 @@ from penstock_enginecore.models.quantization.mxfp4 import Mxfp4
 if TYPE_CHECKING:  # Triton is imported only if there is a device for its kernels
     from penstock_enginecore.forward.cuda.triton_kernels import TritonKernels
 
-# DeepSeek's routing selects the best experts of the best groups. DeepSeek-V3 adds a correction to the scores for load
-# balance.
 
-_COUNTED = 2
-"""Number of a group's best scores whose sum is the score of the group."""
+def routing_of(plan: ExpertsPlan, scale: float) -> Routing:
+    """Return how the mixture chooses experts. The experts' weights are multiplied by ``scale``.
 
-
-def grouped_route(
-    x: torch.Tensor, plan: ExpertsPlan, how: GroupedRouting, scale: float, kernels: "TritonKernels"
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the experts' weights, float32 and multiplied by ``scale``, and the experts' indices, for each token of
-    ``x``. Both tensors are ``[tokens, top_k]``.
-
-    For batch-invariant kernels, a later kernel scales and normalizes the weights. If scores are equal, the expert with
-    the lower index wins, for any number of tokens.
+    DeepSeek's routing selects the best experts of the best groups. DeepSeek-V3 adds a correction to the scores for load
+    balance, and the score of a group is the sum of its two best scores.
     """
-    logits = _logits(x.float(), plan.router.float(), kernels)
-    if how.correction is None:
-        scores = logits.softmax(dim=-1)
-        groups = scores.view(len(x), how.groups, -1)
-        of_groups = groups.amax(dim=-1)
-    else:
-        scores = logits.sigmoid()
-        groups = (scores + how.correction()).view(len(x), how.groups, -1)
-        of_groups = groups.topk(_COUNTED, dim=-1)[0].sum(dim=-1)
-    order = of_groups.argsort(dim=-1, descending=True, stable=True)
-    ranks = order.argsort(dim=-1)
-    left = groups.masked_fill((ranks >= how.kept)[:, :, None], float("-inf")).flatten(1)
-    chosen = left.argsort(dim=-1, descending=True, stable=True)[:, : plan.top_k].contiguous()
-    weights = scores.gather(1, chosen)
-    if kernels.batch_invariant:
-        return weights, chosen
-    if plan.renormalize:
-        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
-    return weights * (scale * how.scale), chosen
-
-
-def _logits(x: torch.Tensor, router: torch.Tensor, kernels: "TritonKernels") -> torch.Tensor:
-    """Return the router's float32 logits ``[tokens, experts]``."""
-    if not kernels.batch_invariant:
-        return torch.nn.functional.linear(x, router)
-    logits = x.new_empty(len(x), len(router))
-    kernels.product(x, router, None, 1.0, logits)
-    return logits
+    how = plan.grouped
+    if how is None:
+        return Routing(plan.top_k, plan.renormalize, scale)
+    sigmoid = how.correction is not None
+    return Routing(
+        plan.top_k,
+        plan.renormalize,
+        scale * how.scale,
+        sigmoid=sigmoid,
+        groups=how.groups,
+        kept=how.kept,
+        counted=2 if sigmoid else 1,
+    )
 
 
 # Matrix products of experts: each expert's rows times the expert's weight. Each call allocates its output.
@@ -76,27 +59,47 @@ def _logits(x: torch.Tensor, router: torch.Tensor, kernels: "TritonKernels") -> 
 _MXFP4_HALF = 32
 
 
+_LIBRARY_ROWS = 64
+"""Rows per expert, on average, from which torch's grouped product is used where it is fast. It pads the rows of each
+expert to at least 64.
+"""
+_FAST_CAPABILITIES = (9, 10)
+"""Major compute capabilities on which torch's grouped product is one kernel. On others, torch reads the ends of the
+experts' rows on the host and launches one product for each expert, which CUDA graphs cannot capture.
+"""
+
+
 class GroupedProduct(Protocol):
-    """Grouped matrix product: the rows of each expert are multiplied by the weight of this expert."""
+    """Grouped matrix product: the rows of each expert are multiplied by the weight of this expert, and the expert's
+    bias is added.
+    """
 
     @property
     def held(self) -> tuple[Held, ...]:
         """Objects that own the weight, or an empty tuple if a module of the model owns the weight."""
 
-    def run(self, rows: torch.Tensor, ends: torch.Tensor, owners: torch.Tensor) -> torch.Tensor:
-        """Multiply the rows of each expert by the expert's weight, and add the expert's bias. Returns ``[rows,
-        out_features]``.
+    @property
+    def out_features(self) -> int:
+        """Number of elements of a row's product."""
 
-        Args:
-            rows: ``[rows, in_features]``, sorted by expert.
-            ends: int32 ``[experts]``, the end of each expert's rows.
-            owners: ``[rows]``, the expert of each row. Rows after the last expert's end belong to no expert and are not
-                computed.
+    def gather(
+        self, x: torch.Tensor, rows: ExpertRows, activation: Activation | ClampedGate, out: torch.Tensor
+    ) -> None:
+        """Multiply the rows of ``x`` ``[tokens, in_features]`` that ``rows`` selects. Write the activated results to
+        ``out`` ``[rows, out_features / 2]``, sorted by expert.
+        """
+
+    def scatter(self, x: torch.Tensor, rows: ExpertRows, out: torch.Tensor) -> None:
+        """Multiply ``x`` ``[rows, in_features]``, sorted by expert. Write the result of each row to the row of ``out``
+        ``[rows, out_features]`` of the row's pair.
         """
 
 
 class DenseGroups:
-    """Grouped matrix product with dense weights, by torch or by batch-invariant ``kernels``.
+    """Grouped matrix product with dense weights, by ``kernels`` or by torch.
+
+    Torch computes large bfloat16 steps on the GPUs on which torch has a fast kernel, unless ``kernels`` are
+    batch-invariant.
 
     Args:
         weight: ``[experts, out_features, in_features]``, as in the model's module.
@@ -114,17 +117,58 @@ class DenseGroups:
         self._kernels = kernels
         self._transposed = transposed
 
-    def run(self, rows: torch.Tensor, ends: torch.Tensor, owners: torch.Tensor) -> torch.Tensor:
-        """Return the result ``[rows, out_features]``; see ``GroupedProduct.run``."""
-        weight, transposed = self._weight, self._transposed
-        if self._kernels.batch_invariant:
-            product = rows.new_empty(len(rows), weight.shape[2 if transposed else 1])
-            self._kernels.grouped_product(rows, weight, self._bias, ends, product, transposed=transposed)
-            return product
-        product = torch.nn.functional.grouped_mm(rows, weight if transposed else weight.transpose(1, 2), offs=ends)
-        if self._bias is not None:
-            product.add_(self._bias.index_select(0, owners))
-        return product
+    @property
+    def out_features(self) -> int:
+        """Number of elements of a row's product."""
+        return self._weight.shape[2 if self._transposed else 1]
+
+    def gather(
+        self, x: torch.Tensor, rows: ExpertRows, activation: Activation | ClampedGate, out: torch.Tensor
+    ) -> None:
+        """Compute the product; see ``GroupedProduct.gather``."""
+        if self._is_fast(rows) and not isinstance(activation, ClampedGate):
+            gate_up = self._by_torch(x.index_select(0, rows.order // rows.top_k), rows)
+            self._kernels.gated(gate_up, activation, out)
+            return
+        self._kernels.grouped_product(
+            x,
+            self._weight,
+            self._bias,
+            rows.ends,
+            out,
+            order=rows.order,
+            top_k=rows.top_k,
+            activation=activation,
+            transposed=self._transposed,
+        )
+
+    def scatter(self, x: torch.Tensor, rows: ExpertRows, out: torch.Tensor) -> None:
+        """Compute the product; see ``GroupedProduct.scatter``."""
+        if self._is_fast(rows):
+            out.index_copy_(0, rows.order.long(), self._by_torch(x, rows))
+            return
+        self._kernels.grouped_product(
+            x, self._weight, self._bias, rows.ends, out, order=rows.order, transposed=self._transposed
+        )
+
+    def _is_fast(self, rows: ExpertRows) -> bool:
+        """Return whether torch's grouped product computes ``rows`` in one kernel, and the rows are many."""
+        weight = self._weight
+        if self._kernels.batch_invariant or self._bias is not None or self._transposed:
+            return False
+        return len(rows.order) // len(weight) > _LIBRARY_ROWS and torch_is_fast(weight)
+
+    def _by_torch(self, x: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
+        return torch.nn.functional.grouped_mm(x, self._weight.transpose(1, 2), offs=rows.ends)
+
+
+def torch_is_fast(weight: torch.Tensor) -> bool:
+    """Return whether torch computes grouped products with ``weight`` ``[experts, out_features, in_features]`` in one
+    kernel, without a read on the host.
+    """
+    if weight.device.type != "cuda" or weight.dtype != torch.bfloat16 or any(size % 8 for size in weight.shape[1:]):
+        return False
+    return torch.cuda.get_device_capability(weight.device)[0] in _FAST_CAPABILITIES
 
 
 class QuantizedGroups(Held):
@@ -147,15 +191,26 @@ class QuantizedGroups(Held):
         """The quantized elements, and the zero points and scales if they exist."""
         return list(self._weight.tensors)
 
+    @property
+    def out_features(self) -> int:
+        """Number of elements of a row's product."""
+        return self._weight.numbers.shape[1]
+
     def to(self, device: torch.device) -> None:
         """Move the weight to ``device``."""
         self._weight = self._weight.to(device)
 
-    def run(self, rows: torch.Tensor, ends: torch.Tensor, owners: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
-        """Return the result ``[rows, out_features]``; see ``GroupedProduct.run``."""
-        product = rows.new_empty(len(rows), self._weight.numbers.shape[1])
-        self._kernels.quantized_grouped_product(rows, self._weight, self._bias, ends, product)
-        return product
+    def gather(
+        self, x: torch.Tensor, rows: ExpertRows, activation: Activation | ClampedGate, out: torch.Tensor
+    ) -> None:
+        """Compute the product; see ``GroupedProduct.gather``."""
+        self._kernels.quantized_grouped_product(
+            x, self._weight, self._bias, rows.ends, out, order=rows.order, top_k=rows.top_k, activation=activation
+        )
+
+    def scatter(self, x: torch.Tensor, rows: ExpertRows, out: torch.Tensor) -> None:
+        """Compute the product; see ``GroupedProduct.scatter``."""
+        self._kernels.quantized_grouped_product(x, self._weight, self._bias, rows.ends, out, order=rows.order)
 
 
 def grouped(
@@ -285,25 +340,30 @@ class GatedMLP:
 class Experts:
     """Mixture of experts with a router. Dense weights stay in the model's modules, because the modules already store
     them in the required layout.
+
+    A step has six launches: logits, choice of experts, order of rows, the two grouped products, and the weighted sum.
+    A shared MLP has three more.
     """
 
     plan: ExpertsPlan
+    routing: Routing
     gate_up: GroupedProduct
     down: GroupedProduct
     shared: GatedMLP | None
-    scale: float
 
     @classmethod
     def of(cls, plan: ExpertsPlan, scale: float, kernels: "TritonKernels") -> "Experts":
-        """Return the mixture that computes ``plan``, with grouped products for the experts' weights."""
+        """Return the mixture that computes ``plan``, with grouped products for the experts' weights. The output is
+        multiplied by ``scale``.
+        """
         transposed = isinstance(plan.activation, ClampedGate)
         _, gate_up, down = plan.biases or (None, None, None)
         return cls(
             plan,
+            routing_of(plan, scale),
             grouped(plan.gate_up, gate_up, kernels, transposed=transposed),
             grouped(plan.down, down, kernels, transposed=transposed),
             None if plan.shared is None else GatedMLP.of(plan.shared, scale, kernels),
-            scale,
         )
 
     @property
@@ -323,63 +383,52 @@ class Experts:
         """Compute the mixture's output ``out`` from its input ``x``. Padding tokens have no expert, and their rows of
         ``out`` are undefined.
         """
-        plan = self.plan
-        weights, chosen = self._route(x, kernels)
-        count = inputs.groups[0].query_start_loc[-1]
-        is_padding = torch.arange(len(x), device=x.device) >= count
-        ids, order = chosen.masked_fill(is_padding[:, None], plan.num_experts).view(-1).sort(stable=True)
-        ends = torch.searchsorted(ids, torch.arange(plan.num_experts, device=x.device), right=True, out_int32=True)
-        rows = x.index_select(0, order // plan.top_k)
-        owners = ids.clamp(max=plan.num_experts - 1)  # rows without an expert are not computed
-        gate_up = self.gate_up.run(rows, ends, owners)
-        down = self.down.run(self._gate(gate_up, kernels), ends, owners)
-        if kernels.batch_invariant:
-            places = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=x.device))
-            scale = self.scale * (1.0 if plan.grouped is None else plan.grouped.scale)
-            kernels.weighted_sum(down, places.view_as(chosen), weights, scale, out, renormalize=plan.renormalize)
-        else:
-            by_token = torch.empty_like(down).index_copy_(0, order, down).view(len(x), plan.top_k, -1)
-            torch.bmm(weights.to(x.dtype)[:, None], by_token, out=out[:, None])
-        if self.shared is not None:
-            self._add_shared(self.shared, x, kernels, out)
+        plan, pairs = self.plan, len(x) * self.plan.top_k
+        weights, rows = self._routed(x, inputs.groups[0].query_start_loc, kernels)
+        gated = x.new_empty(pairs, self.gate_up.out_features // 2)
+        self.gate_up.gather(x, rows, plan.activation, gated)
+        down = x.new_empty(pairs, x.shape[1])
+        self.down.scatter(gated, rows, down)
+        kernels.weighted_sum(down, weights, None if self.shared is None else _shared(self.shared, x, kernels), out)
 
-    @staticmethod
-    def _add_shared(shared: GatedMLP, x: torch.Tensor, kernels: "TritonKernels", out: torch.Tensor) -> None:
-        gated = x.new_empty(len(x), shared.down.in_features)
-        own = torch.empty_like(out)
-        shared.compute(x, x.new_empty(len(x), shared.gate_up.out_features), gated, kernels, own)
-        out.add_(own)
+    def _routed(
+        self, x: torch.Tensor, starts: torch.Tensor, kernels: "TritonKernels"
+    ) -> tuple[torch.Tensor, ExpertRows]:
+        """Return the weights of each token's experts, float32 ``[tokens, top_k]``, and the rows by expert."""
+        plan, logits = self.plan, self._logits(x, kernels)
+        correction = None if plan.grouped is None or plan.grouped.correction is None else plan.grouped.correction()
+        weights = x.new_empty((len(x), plan.top_k), dtype=torch.float32)
+        chosen = x.new_empty((len(x), plan.top_k), dtype=torch.int32)
+        kernels.route(logits, correction, starts, self.routing, weights, chosen)
+        ends = x.new_empty(plan.num_experts, dtype=torch.int32)
+        order = x.new_empty(chosen.numel(), dtype=torch.int32)
+        kernels.align(chosen, ends, order)
+        return weights, ExpertRows(ends, order, plan.top_k)
 
-    def _gate(self, gate_up: torch.Tensor, kernels: "TritonKernels") -> torch.Tensor:
-        how = self.plan.activation
-        if isinstance(how, ClampedGate):
-            gate, up = gate_up[:, ::2].clamp(max=how.limit), gate_up[:, 1::2].clamp(min=-how.limit, max=how.limit)
-            return (up + 1) * (gate * torch.sigmoid(gate * how.alpha))
-        gated = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-        kernels.gated(gate_up, how, gated)
-        return gated
-
-    def _route(self, x: torch.Tensor, kernels: "TritonKernels") -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the experts' weights, float32, and the experts' indices for each token, both ``[tokens, top_k]``. With
-        batch-invariant kernels, the weights are scaled later.
+    def _logits(self, x: torch.Tensor, kernels: "TritonKernels") -> torch.Tensor:
+        """Return the router's logits ``[tokens, experts]``: float32 for DeepSeek's routing, otherwise of the model's
+        dtype.
         """
-        if self.plan.grouped is not None:
-            return grouped_route(x, self.plan, self.plan.grouped, self.scale, kernels)
-        bias = None if self.plan.biases is None else self.plan.biases[0]
-        if kernels.batch_invariant:
-            logits = x.new_empty(len(x), self.plan.num_experts)
-            kernels.product(x, self.plan.router, bias, 1.0, logits)
-            # With a stable sort, the expert with the lower index wins a tie, for any number of rows.
-            ranked, order = torch.softmax(logits, dim=-1, dtype=torch.float32).sort(
-                dim=-1, descending=True, stable=True
-            )
-            return ranked[:, : self.plan.top_k].contiguous(), order[:, : self.plan.top_k].contiguous()
-        logits = torch.nn.functional.linear(x, self.plan.router, bias)
-        probabilities = torch.softmax(logits, dim=-1, dtype=torch.float32)
-        weights, chosen = probabilities.topk(self.plan.top_k, dim=-1)
-        if self.plan.renormalize:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
-        return weights * self.scale, chosen
+        plan = self.plan
+        router: torch.Tensor = plan.router
+        bias = None if plan.biases is None else plan.biases[0]
+        needs_float32 = plan.grouped is not None
+        if needs_float32 and x.dtype != router.dtype:
+            x, router = x.float(), router.float()
+        if not kernels.batch_invariant and (not needs_float32 or x.dtype == torch.float32):
+            return torch.nn.functional.linear(x, router, bias)
+        # The kernel adds products of 16-bit numbers in float32, so the numbers need not be converted first.
+        logits = x.new_empty((len(x), plan.num_experts), dtype=torch.float32 if needs_float32 else x.dtype)
+        kernels.product(x, router, bias, 1.0, logits)
+        return logits
+
+
+def _shared(shared: GatedMLP, x: torch.Tensor, kernels: "TritonKernels") -> torch.Tensor:
+    """Return the output of the MLP that computes every token."""
+    out = torch.empty_like(x)
+    gate_up = x.new_empty(len(x), shared.gate_up.out_features)
+    shared.compute(x, gate_up, x.new_empty(len(x), shared.down.in_features), kernels, out)
+    return out
 
 
 def mlp_of(

@@ -12,7 +12,16 @@ from penstock_enginecore.attention.base import AttentionParams
 from penstock_enginecore.attention.kv_cache import UNSCALED, KVScales
 from penstock_enginecore.forward.cuda.buffers import MAX_CAPTURED_TOKENS
 from penstock_enginecore.forward.cuda.kernel_api import GroupInputs
-from penstock_enginecore.forward.cuda.kernels import activation, attention, cache, invariant, norm, quantized
+from penstock_enginecore.forward.cuda.kernels import (
+    activation,
+    attention,
+    cache,
+    grouped,
+    invariant,
+    mixture,
+    norm,
+    quantized,
+)
 from penstock_enginecore.forward.cuda.kernels import latent_attention as latent
 from penstock_enginecore.forward.cuda.kernels import prologue as heads
 from penstock_enginecore.lora import triton as lora
@@ -35,13 +44,15 @@ class TritonKernels:
     add_rms_norm = staticmethod(norm.add_rms_norm)
     gated = staticmethod(activation.gated)
     product = staticmethod(invariant.invariant_product)
-    grouped_product = staticmethod(invariant.invariant_grouped_product)
-    weighted_sum = staticmethod(invariant.weighted_sum)
+    route = staticmethod(mixture.route)
+    align = staticmethod(mixture.align)
+    weighted_sum = staticmethod(mixture.weighted_sum)
     add_low_rank = staticmethod(lora.add_low_rank)
 
     def __init__(self, *, batch_invariant: bool = False) -> None:
         self.batch_invariant = batch_invariant
         self.quantized_product = partial(quantized.quantized_product, invariant=batch_invariant)
+        self.grouped_product = partial(grouped.grouped_product, invariant=batch_invariant)
         self.quantized_grouped_product = partial(quantized.quantized_grouped_product, invariant=batch_invariant)
         self._scratch: dict[tuple[int, int, int, bool], list[attention.Scratch]] = {}
 

@@ -57,6 +57,8 @@ class HalfInterpreted(TorchKernels):
         self.quantized_product = kernels.quantized_product  # type: ignore[method-assign]
         self.grouped_product = kernels.grouped_product  # type: ignore[method-assign]
         self.quantized_grouped_product = kernels.quantized_grouped_product  # type: ignore[method-assign]
+        self.route = kernels.route  # type: ignore[method-assign]
+        self.align = kernels.align  # type: ignore[method-assign]
         self.weighted_sum = kernels.weighted_sum  # type: ignore[method-assign]
 
 
@@ -111,8 +113,10 @@ def test_a_sequence_has_the_same_logits_alone_and_in_a_crowd(name: str, tmp_path
 
 
 def split(product: Callable[..., None], x: torch.Tensor, weight: torch.Tensor, *rest: Any, **kwargs: Any) -> None:
-    """Compute the columns of a product of few rows in two parts, as libraries do to keep a device busy."""
-    if len(x) > 8:
+    """Compute the columns of a product of few rows in two parts, as libraries do to keep a device busy. Products with
+    an activation stay whole.
+    """
+    if len(x) > 8 or kwargs.get("activation") is not None:
         product(x, weight, *rest, **kwargs)
         return
     *between, out = rest

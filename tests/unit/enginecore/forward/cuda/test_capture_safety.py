@@ -44,8 +44,8 @@ class Spied(FusedForward):
             kernels.recorder = None
 
 
-def spied(path: Path, architecture: str, *, batch_invariant: bool = False) -> FusedForward:
-    save_varied_model(architecture, path)
+def spied(path: Path, architecture: str, *, batch_invariant: bool = False, **changes: Any) -> FusedForward:
+    save_varied_model(architecture, path, **changes)
     forward = fused(path, RecordedKernels(batch_invariant=batch_invariant))
     forward.__class__ = Spied
     forward.may_allocate = architecture in WITH_EXPERTS
@@ -109,6 +109,62 @@ def test_steps_of_one_shape_launch_the_same_work_on_the_same_memory(architecture
     assert seen[0] == seen[1] == seen[2]
     forward.run(*decodes([5, 5, 5, 5, 5], 3))
     assert forward.recorder.seen != seen[0]
+
+
+NOT_LAUNCHED = {"view", "slice", "select", "t", "transpose", "unsqueeze", "expand", "as_strided", "split", "alias"}
+NOT_LAUNCHED |= {
+    "new_empty",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "split_with_sizes",
+    "detach",
+    "_unsafe_view",
+    "unflatten",
+}
+"""Operations that compute nothing on a device."""
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "of_mlp", "of_layer"),
+    [
+        ("llama", {}, 3, 9),
+        ("mixtral", {}, 6, 12),
+        ("qwen3_moe", {}, 6, 12),
+        ("gpt_oss", {}, 6, 12),
+        ("dots1", {"first_k_dense_replace": 0}, 9, 15),
+        ("deepseek_v3", {"first_k_dense_replace": 0}, 9, 19),
+    ],
+)
+@torch.inference_mode()
+def test_a_layer_has_few_launches(
+    architecture: str, changes: dict[str, Any], of_mlp: int, of_layer: int, tmp_path: Path
+) -> None:
+    """Count from the attention of the first layer to the attention of the second. Attention counts as one launch."""
+    forward = spied(tmp_path, architecture, **changes)
+    forward.run(*decodes([1, 33, 7], 0))
+    names = [operation[0] for operation in forward.recorder.seen if operation[0] not in NOT_LAUNCHED]
+    first, second = (i for i, name in enumerate(names) if name.startswith("attend"))
+    layer = names[first:second]
+    before, after = (i for i, name in enumerate(layer) if name == "add_rms_norm")
+    assert after - before - 1 == of_mlp, layer
+    assert len(layer) == of_layer, layer
+
+
+@pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"])
+@torch.inference_mode()
+def test_mixtures_of_float32_do_not_need_what_cannot_be_captured(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's grouped product of float32 and float16 reads the ends of rows on the host, so a capture of it fails."""
+
+    def refuse(*args: Any, **options: Any) -> torch.Tensor:
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+    forward = spied(tmp_path, architecture)
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", refuse)
+    forward.run(*decodes([1, 33, 7], 0))
+    assert "grouped_product" in [operation[0] for operation in forward.recorder.seen]
 
 
 @pytest.mark.parametrize(

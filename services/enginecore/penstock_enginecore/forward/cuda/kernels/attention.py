@@ -20,7 +20,12 @@ import triton.language as tl
 from penstock_enginecore.attention.base import AttentionParams
 from penstock_enginecore.attention.kv_cache import UNSCALED, KVScales
 from penstock_enginecore.forward.cuda.kernel_api import GroupInputs
-from penstock_enginecore.forward.cuda.kernels.configurations import MIN_BLOCK_SIZE, AttentionTiles, attention_tiles
+from penstock_enginecore.forward.cuda.kernels.configurations import (
+    MIN_BLOCK_SIZE,
+    AttentionTiles,
+    attention_tiles,
+    device_name,
+)
 
 # Functions that several attention kernels use: assignment of work to programs, visible keys, and a running softmax over
 # the keys.
@@ -363,9 +368,8 @@ def attend(
         ValueError: Layout or alignment of a tensor is not supported.
     """
     _check(query, keys, values, out, group, scratch)
-    tiles = attention_tiles(
-        max(triton.next_power_of_2(query.shape[2]), triton.next_power_of_2(out.shape[2])), keys.element_size()
-    )
+    largest = max(triton.next_power_of_2(query.shape[2]), triton.next_power_of_2(out.shape[2]))
+    tiles = attention_tiles(largest, keys.element_size(), device_name(keys.device))
     if invariant:
         _prefill(query, keys, values, out, group, params, scales, tiles, fewest=1)
         return

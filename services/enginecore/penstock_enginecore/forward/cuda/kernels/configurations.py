@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
+import torch
 
 from penstock_enginecore.forward.cuda.kernel_api import Kind
 
@@ -112,6 +113,19 @@ class ExpertTiles(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stages: int
 
 
+class DenseExpertTiles(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Configuration of the matrix products of experts with 16-bit weights, for up to ``rows`` rows per expert on
+    average. The program multiplies ``block_k`` columns at a time. The other fields are as in ``Product``.
+    """
+
+    rows: int
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+
+
 class Invariant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Configuration of batch-invariant matrix products with weights of up to ``features`` output features.
 
@@ -137,6 +151,7 @@ class Tuned(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     latent: list[Latent]
     products: list[Product]
     experts: list[ExpertTiles]
+    dense_experts: list[DenseExpertTiles]
     invariant: list[Invariant]
 
 
@@ -164,6 +179,12 @@ class InvariantTiles:
     block_k: int
     warps: int
     stages: int
+
+
+@cache
+def device_name(device: torch.device) -> str:
+    """Return the CUDA device name of ``device``, or an empty string for a CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
 
 @cache
@@ -215,6 +236,19 @@ def expert_tiles(rows: int, kind: Kind, device: str = "", *, invariant: bool = F
     if invariant:
         one = next(one for one in fit if one.block_m == INVARIANT_ROWS)
         return msgspec.structs.replace(one, **_rows_and_warps(rows))
+    return next((one for one in fit if rows <= one.rows), fit[-1])
+
+
+@cache
+def dense_expert_tiles(
+    rows: int, out_features: int, itemsize: int, device: str = "", *, invariant: bool = False
+) -> DenseExpertTiles | InvariantTiles:
+    """Return tiles for ``rows`` rows per expert on average, of ``itemsize``-byte elements, and dense weights with
+    ``out_features`` output features. Elements of 4 bytes always use the tiles of batch-invariant products.
+    """
+    if invariant or itemsize == _FLOAT32:
+        return invariant_tiles(rows, out_features, itemsize, device)
+    fit = load_tuned(device).dense_experts
     return next((one for one in fit if rows <= one.rows), fit[-1])
 
 

@@ -12,39 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock_enginecore.forward.cuda.kernels.attention import find
-from penstock_enginecore.forward.cuda.kernels.configurations import InvariantTiles, invariant_tiles
-
-# Assignment of rows to programs. Rows are sorted by expert, and only a tensor on the device contains where each
-# expert's rows end.
-
-
-def grid_rows(rows: int, experts: int, block_m: int) -> int:
-    """Return the maximum number of tiles of ``block_m`` rows for ``rows`` rows. A tile has at least one row, and each
-    expert has at most one partial tile.
-    """
-    return min(rows, rows // block_m + experts)
-
-
-@triton.jit
-def find_rows(ends, experts, tile, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr):
-    """Find the expert and the rows of the tile with index ``tile``. A tile has at most ``BLOCK_M`` rows of one expert.
-
-    ``ends`` is int32 ``[experts]``, the end of each expert's rows. Returns whether the tile exists, the tile's expert,
-    the index of the tile's first row, and the end of the expert's rows.
-    """
-    indices = tl.arange(0, EXPERTS)
-    known = indices < experts
-    upto_rows = tl.load(ends + indices, mask=known, other=0)
-    from_rows = tl.load(ends + indices - 1, mask=known & (indices > 0), other=0)
-    counts = tl.where(known, tl.cdiv(upto_rows - from_rows, BLOCK_M), 0)
-    expert, nth = find(counts, tl.cumsum(counts, 0), indices, tile)
-    begin = tl.sum(tl.where(indices == expert, from_rows, 0), 0)
-    end = tl.sum(tl.where(indices == expert, upto_rows, 0), 0)
-    return tile < tl.sum(counts, 0), expert, begin + nth * BLOCK_M, end
-
-
-_BLOCK = 1024
+from penstock_enginecore.forward.cuda.kernels.configurations import (
+    InvariantTiles,
+    device_name,
+    invariant_tiles,
+)
 
 
 def invariant_product(
@@ -71,86 +43,12 @@ def invariant_product(
     _check_strides(x, weight, out)
     if not rows:
         return
-    tiles = invariant_tiles(rows, out_features, x.element_size())
+    tiles = invariant_tiles(rows, out_features, x.element_size(), device_name(x.device))
     grid = triton.cdiv(rows, tiles.block_m), triton.cdiv(out_features, tiles.block_n)
     product_tiles[grid](
         x, weight, bias, out, rows, out_features, in_features, scale, **_constants(tiles, x, in_features),
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
-
-
-def invariant_grouped_product(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    ends: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    transposed: bool = False,
-) -> None:
-    """Multiply each expert's rows of ``x`` by the expert's weight, add the expert's bias, and write the result to
-    ``out``. Sums are float32. Rows of ``out`` after the last expert's rows are unchanged.
-
-    Args:
-        x: ``[rows, in_features]``, sorted by expert. All tensors are contiguous.
-        weight: ``[experts, out_features, in_features]``, or ``[experts, in_features, out_features]`` if ``transposed``.
-        bias: ``[experts, out_features]``, or None.
-        ends: int32 ``[experts]``, the end of each expert's rows.
-        out: ``[rows, out_features]``.
-        transposed: Whether the last two dimensions of ``weight`` are swapped.
-
-    Raises:
-        ValueError: Shapes or strides are not supported.
-    """
-    (rows, in_features), experts = x.shape, len(weight)
-    out_features = weight.shape[2 if transposed else 1]
-    if weight.shape[1 if transposed else 2] != in_features or out.shape != (rows, out_features):
-        raise ValueError(
-            f"shapes do not match: input {list(x.shape)}, weight {list(weight.shape)}, output {list(out.shape)}"
-        )
-    if ends.shape != (experts,):
-        raise ValueError(f"`ends` has shape {list(ends.shape)}, but there are {experts} experts")
-    _check_strides(x, weight, out, ends)
-    if not rows:
-        return
-    tiles = invariant_tiles(rows // experts, out_features, x.element_size())
-    grid = grid_rows(rows, experts, tiles.block_m), triton.cdiv(out_features, tiles.block_n)
-    grouped_tiles[grid](
-        x, weight, bias, ends, out, experts, out_features, in_features, **_constants(tiles, x, in_features),
-        EXPERTS=max(16, triton.next_power_of_2(experts)), TRANSPOSED=transposed,
-        num_warps=tiles.warps, num_stages=tiles.stages,
-    )  # fmt: skip
-
-
-def weighted_sum(
-    x: torch.Tensor, places: torch.Tensor, weights: torch.Tensor, scale: float, out: torch.Tensor, *, renormalize: bool
-) -> None:
-    """Multiply each token's rows of ``x`` by their weights and by ``scale``, and write the sum over the token's rows to
-    ``out``. The order of the sum is fixed.
-
-    Args:
-        x: ``[rows, width]``. All tensors are contiguous.
-        places: int64 ``[tokens, top_k]``, indices of each token's rows in ``x``.
-        weights: float32 ``[tokens, top_k]``, weights of these rows.
-        scale: Factor of the result.
-        out: ``[tokens, width]``.
-        renormalize: Whether to divide each token's weights by their sum.
-
-    Raises:
-        ValueError: Shapes or strides are not supported.
-    """
-    tokens, top_k = weights.shape
-    width = x.shape[1]
-    if places.shape != weights.shape or out.shape != (tokens, width):
-        raise ValueError(
-            f"shapes do not match: places {list(places.shape)}, weights {list(weights.shape)}, output {list(out.shape)}"
-        )
-    _check_strides(x, places, weights, out)
-    if not tokens:
-        return
-    weighted_rows[(tokens, triton.cdiv(width, _BLOCK))](
-        x, places, weights, out, width, scale, TOP_K=top_k, RENORMALIZE=renormalize, BLOCK=_BLOCK
-    )
 
 
 def _check_strides(*tensors: torch.Tensor) -> None:
@@ -192,7 +90,7 @@ def store(total, bias, scale, n_read, out, m, end, n, out_features):
 
 
 @triton.jit
-def _sums(
+def tile_sums(
     x_rows, weight_columns, in_features, weight_stride,
     EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -228,49 +126,5 @@ def product_tiles(
     begin = tl.program_id(0) * BLOCK_M
     m, n, n_read, x_rows = places(x, begin, rows, tl.program_id(1), out_features, in_features, BLOCK_M, BLOCK_N)
     columns = weight + n_read[None, :].to(tl.int64) * in_features
-    total = _sums(x_rows, columns, in_features, 1, EVEN, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)
+    total = tile_sums(x_rows, columns, in_features, 1, EVEN, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)
     store(total, bias, scale, n_read, out, m, rows, n, out_features)
-
-
-@triton.jit
-def grouped_tiles(
-    x, weight, bias, ends, out, experts, out_features, in_features,
-    EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
-    EXPERTS: tl.constexpr, TRANSPOSED: tl.constexpr,
-):  # fmt: skip
-    """Compute a tile of ``out`` with rows of one expert, if the program's tile exists."""
-    there, expert, begin, end = find_rows(ends, experts, tl.program_id(0), BLOCK_M, EXPERTS)
-    if there:
-        m, n, n_read, x_rows = places(x, begin, end, tl.program_id(1), out_features, in_features, BLOCK_M, BLOCK_N)
-        own = weight + expert.to(tl.int64) * in_features * out_features
-        if TRANSPOSED:
-            columns = own + n_read[None, :]
-            total = _sums(x_rows, columns, in_features, out_features, EVEN, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)
-        else:
-            columns = own + n_read[None, :].to(tl.int64) * in_features
-            total = _sums(x_rows, columns, in_features, 1, EVEN, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)
-        if bias is not None:
-            bias += expert * out_features
-        store(total, bias, 1.0, n_read, out, m, end, n, out_features)
-
-
-@triton.jit
-def weighted_rows(
-    x, places, weights, out, width, scale, TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Compute ``BLOCK`` elements of one token's weighted sum."""
-    token = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < width
-    factor = scale
-    if RENORMALIZE:
-        of_all = tl.zeros((), tl.float32)
-        for i in range(TOP_K):
-            of_all += tl.load(weights + token * TOP_K + i)
-        factor = scale / of_all
-    total = tl.zeros((BLOCK,), tl.float32)
-    for i in range(TOP_K):
-        weight = tl.load(weights + token * TOP_K + i) * factor
-        row = tl.load(places + token * TOP_K + i)
-        total += weight * tl.load(x + row * width + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + token * width + columns, total.to(out.dtype.element_ty), mask=inside)

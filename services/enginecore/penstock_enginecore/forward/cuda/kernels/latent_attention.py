@@ -21,7 +21,7 @@ from penstock_enginecore.forward.cuda.kernels.attention import (
     piece_size,
     programs,
 )
-from penstock_enginecore.forward.cuda.kernels.configurations import MIN_BLOCK_SIZE, Latent, latent_tiles
+from penstock_enginecore.forward.cuda.kernels.configurations import MIN_BLOCK_SIZE, Latent, device_name, latent_tiles
 
 # Operations between the matrix products of latent attention (MLA): they turn a token's compressed elements into its
 # queries and its entry in the cache.
@@ -253,7 +253,7 @@ def attend_latent(
     _check(query, cache, out, group, scratch)
     heads, requests = query.shape[1], len(group.seq_lens)
     rows = int(triton.next_power_of_2(heads))
-    tiles = latent_tiles(rows, cache.element_size(), invariant=invariant)
+    tiles = latent_tiles(rows, cache.element_size(), device_name(cache.device), invariant=invariant)
     if not invariant:
         pieces = latent_pieces(heads)
         longest = group.block_table.shape[1] * cache.shape[2]
@@ -265,7 +265,7 @@ def attend_latent(
             ATTENTION_CHUNK=0, PIECE=tiles.piece, MAX_PIECES=pieces, AT_ONCE=_MERGED_AT_ONCE, num_warps=4,
         )  # fmt: skip
     # Prompts use the largest tiles. If the model has few heads, a tile contains several queries.
-    tiles = latent_tiles(1 << 30, cache.element_size(), invariant=invariant)
+    tiles = latent_tiles(1 << 30, cache.element_size(), device_name(cache.device), invariant=invariant)
     queries = tiles.rows // min(rows, tiles.rows)
     items = len(query) // queries + requests
     _launch(query, cache, group, scaling, out, scratch, tiles, items, fewest=1 if invariant else 2)

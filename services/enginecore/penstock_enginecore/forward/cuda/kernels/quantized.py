@@ -11,14 +11,30 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock_enginecore.forward.cuda.kernel_api import Float8Weight, Int4Weight, QuantizedWeight, StackedWeight
+from penstock_enginecore.forward.cuda.kernel_api import (
+    Activation,
+    ClampedGate,
+    Float8Weight,
+    Int4Weight,
+    QuantizedWeight,
+    StackedWeight,
+)
 from penstock_enginecore.forward.cuda.kernels.configurations import (
     ExpertTiles,
     Product,
+    device_name,
     expert_tiles,
     product_tiles,
 )
-from penstock_enginecore.forward.cuda.kernels.invariant import find_rows, grid_rows, places, store
+from penstock_enginecore.forward.cuda.kernels.grouped import (
+    check_rows,
+    expert_places,
+    find_rows,
+    gate_constants,
+    grid_rows,
+    store_rows,
+)
+from penstock_enginecore.forward.cuda.kernels.invariant import places, store
 
 _BITS = {"float8": 8, "int4": 4}
 _MIN_WIDTH = 16
@@ -59,7 +75,7 @@ def quantized_product(
             f"an output of {list(out.shape)} does not fit {rows} rows of {out_features} elements, or tensors are "
             "not contiguous"
         )
-    tiles = product_tiles(rows, _BITS[weight.kind], invariant=invariant)
+    tiles = product_tiles(rows, _BITS[weight.kind], device_name(x.device), invariant=invariant)
     constants = _constants(weight, tiles)
     if not rows:
         return
@@ -76,34 +92,41 @@ def quantized_grouped_product(
     ends: torch.Tensor,
     out: torch.Tensor,
     *,
+    order: torch.Tensor | None = None,
+    top_k: int = 0,
+    activation: Activation | ClampedGate | None = None,
     invariant: bool = False,
 ) -> None:
-    """Multiply each expert's rows of ``x`` by the expert's weight, add the expert's bias, and write the result to
-    ``out``. Sums are float32. Rows of ``out`` after the last expert's rows are unchanged.
+    """Multiply each expert's rows by the expert's weight, add the expert's bias, apply the activation if given, and
+    write the result to ``out``. Sums are float32. Rows of ``out`` that belong to no expert are unchanged.
 
     Args:
-        x: ``[rows, in_features]``, sorted by expert. All tensors are contiguous.
+        x: ``[rows, in_features]``, sorted by expert, or ``[tokens, in_features]`` with ``top_k``. All tensors are
+            contiguous.
         weight: The quantized weight of all experts.
         bias: ``[experts, out_features]``, or None.
         ends: int32 ``[experts]``, the end of each expert's rows.
-        out: ``[rows, out_features]``.
+        out: ``[rows, out_features]``, or ``[rows, out_features / 2]`` with an activation.
+        order: int32 ``[rows]``, or None; see ``grouped_product``.
+        top_k: Number of rows that read the same row of ``x``, or 0; see ``grouped_product``.
+        activation: Gated activation; see ``grouped_product``.
         invariant: Whether sums must have the same order for any number of rows.
 
     Raises:
         ValueError: Shapes or strides are not supported, or the number of columns of a tile does not divide the number
             of columns of a block.
     """
-    (rows, in_features), (experts, out_features) = x.shape, weight.numbers.shape[:2]
-    if weight.in_features != in_features or out.shape != (rows, out_features):
+    in_features, (experts, out_features) = x.shape[1], weight.numbers.shape[:2]
+    width = out_features if activation is None else out_features // 2
+    if weight.in_features != in_features or out.shape[1] != width:
         raise ValueError(
             f"shapes do not match: input {list(x.shape)}, weights of {experts} experts with {out_features} rows of "
             f"{weight.in_features} columns, output {list(out.shape)}"
         )
-    if ends.shape != (experts,) or (bias is not None and bias.shape != (experts, out_features)):
-        raise ValueError(
-            f"`ends` has shape {list(ends.shape)}, or `bias` has a wrong shape, for {experts} experts of {out_features} rows"
-        )
-    if not all(part.is_contiguous() for part in (x, ends, out, *weight.tensors)):
+    check_rows(x, ends, order, top_k, out, experts)
+    if bias is not None and bias.shape != (experts, out_features):
+        raise ValueError(f"`bias` has shape {list(bias.shape)}, but {experts} experts have {out_features} rows each")
+    if not all(part.is_contiguous() for part in (x, ends, out, *weight.tensors, *([] if order is None else [order]))):
         raise ValueError("all tensors of a matrix product must be contiguous")
     blocks = triton.cdiv(in_features, weight.width)
     for part in weight.tensors[1:]:
@@ -111,14 +134,16 @@ def quantized_grouped_product(
             raise ValueError(
                 f"scales or zeros have shape {list(part.shape)}, for {blocks} blocks of {experts} times {out_features} rows"
             )
-    tiles = expert_tiles(rows // experts, weight.kind, invariant=invariant)
+    rows = len(out)
+    tiles = expert_tiles(rows // experts, weight.kind, device_name(x.device), invariant=invariant)
     constants = _constants(weight, tiles)
     if not rows:
         return
+    alpha, limit, gate = gate_constants(activation)
     grid = grid_rows(rows, experts, tiles.block_m), triton.cdiv(out_features, tiles.block_n)
     quantized_experts[grid](
-        x, weight.numbers, *_zeros_and_scales(weight), bias, ends, out, experts, out_features, in_features, blocks,
-        EXPERTS=max(16, triton.next_power_of_2(experts)), **constants,
+        x, weight.numbers, *_zeros_and_scales(weight), bias, ends, order, out, experts, out_features, in_features,
+        blocks, alpha, limit, EXPERTS=max(16, triton.next_power_of_2(experts)), TOP_K=top_k, GATE=gate, **constants,
     )  # fmt: skip
 
 
@@ -151,7 +176,7 @@ def _constants(weight: StackedWeight, tiles: Product | ExpertTiles) -> dict[str,
     }  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def quantized_tiles(
     x, numbers, zeros, scales, bias, out, rows, out_features, in_features, scale,
     KIND: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -169,14 +194,18 @@ def quantized_tiles(
 
 @triton.jit
 def quantized_experts(
-    x, numbers, zeros, scales, bias, ends, out, experts, out_features, in_features, blocks,
+    x, numbers, zeros, scales, bias, ends, order, out, experts, out_features, in_features, blocks, alpha, limit,
     KIND: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, EVEN: tl.constexpr, EXPERTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    TOP_K: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of ``out`` with rows of one expert, if the program's tile exists."""
     there, expert, begin, end = find_rows(ends, experts, tl.program_id(0), BLOCK_M, EXPERTS)
     if there:
-        m, n, n_read, x_rows = places(x, begin, end, tl.program_id(1), out_features, in_features, BLOCK_M, BLOCK_N)
+        nth = tl.program_id(1)
+        m, n_read, x_rows = expert_places(
+            x, order, begin, end, nth, out_features, in_features, TOP_K, GATE, BLOCK_M, BLOCK_N
+        )
         row_bytes = in_features if KIND == "float8" else in_features // 2
         numbers += expert.to(tl.int64) * out_features * row_bytes
         scales += expert.to(tl.int64) * blocks * out_features
@@ -188,7 +217,9 @@ def quantized_experts(
             x_rows, numbers, zeros, scales, n_read, out_features, in_features,
             KIND, WIDTH, HALF, EVEN, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
         )  # fmt: skip
-        store(total, bias, 1.0, n_read, out, m, end, n, out_features)
+        store_rows(
+            total, bias, n_read, alpha, limit, out, order, m, end, nth, out_features, TOP_K, GATE, BLOCK_M, BLOCK_N
+        )
 
 
 @triton.jit

@@ -15,23 +15,14 @@ activation = interpreted("activation")
 # The interpreter uses numpy's exp(), which warns about infinities.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
 
-CLAMPED = activation.ClampedSwiglu(limit=1.5, alpha=1.702)
-
-
-def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    gate, up = gate.clamp(max=CLAMPED.limit), up.clamp(-CLAMPED.limit, CLAMPED.limit)
-    return (up + 1) * gate * torch.sigmoid(CLAMPED.alpha * gate)
-
-
-ORACLES: dict[object, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+ORACLES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "silu": lambda gate, up: silu(gate) * up,
     "gelu": lambda gate, up: gelu(gate) * up,
     "gelu_tanh": lambda gate, up: gelu(gate, approximate="tanh") * up,
-    CLAMPED: clamped_swiglu,
 }
 
 
-def check(kind: object, tokens: int, width: int, dtype: torch.dtype) -> None:
+def check(kind: str, tokens: int, width: int, dtype: torch.dtype) -> None:
     gate_up = (3 * torch.randn(tokens, 2 * width, generator=torch.Generator().manual_seed(width))).to(dtype)
     memory = torch.full((tokens + 1, width), torch.nan, dtype=dtype)
     activation.gated(gate_up, kind, memory[:tokens])
@@ -48,12 +39,12 @@ def check(kind: object, tokens: int, width: int, dtype: torch.dtype) -> None:
     width=st.integers(1, 200),
     dtype=st.sampled_from([torch.float32, torch.float16]),
 )
-def test_any_shape(kind: object, tokens: int, width: int, dtype: torch.dtype) -> None:
+def test_any_shape(kind: str, tokens: int, width: int, dtype: torch.dtype) -> None:
     check(kind, tokens, width, dtype)
 
 
-@pytest.mark.parametrize("kind", ORACLES, ids=["silu", "gelu", "gelu_tanh", "clamped"])
-def test_more_than_one_program_per_token(kind: object) -> None:
+@pytest.mark.parametrize("kind", ORACLES)
+def test_more_than_one_program_per_token(kind: str) -> None:
     check(kind, 2, 2880, torch.float32)
 
 

@@ -8,7 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock_enginecore.forward.cuda.kernel_api import Float8Weight, Int4Weight, Mxfp4Weight, StackedWeight
+from penstock_enginecore.forward.cuda.kernel_api import (
+    ClampedGate,
+    Float8Weight,
+    Int4Weight,
+    Mxfp4Weight,
+    StackedWeight,
+)
 from tests.fakes.models.interpreted_kernels import interpreted, sum_in_order
 from tests.fakes.models.torch_kernels import E2M1, TorchKernels
 
@@ -92,6 +98,25 @@ def test_the_tiles_of_prompts(make: Make, counts: list[int]) -> None:
     check(make, counts, 1, (24, 64), torch.float16, biased=True)
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+@pytest.mark.parametrize("make", KINDS)
+@pytest.mark.parametrize("activation", ["silu", ClampedGate(alpha=1.702, limit=1.5)])
+def test_rows_are_gathered_activated_and_scattered(make: Make, activation: Any) -> None:
+    weight, x, top_k = make(3, 44, 64), torch.randn(4, 64, generator=generator(4)), 2
+    order = torch.tensor([7, 0, 3, 5, 4, 6, 1, 2], dtype=torch.int32)
+    ends, bias = torch.tensor([1, 1, 6], dtype=torch.int32), torch.randn(3, 44, generator=generator(3))
+    gated, expected = torch.full((2, 8, 22), torch.nan).unbind()
+    options: dict[str, Any] = {"order": order, "top_k": top_k, "activation": activation}
+    TorchKernels().quantized_grouped_product(x, weight, bias, ends, expected, **options)
+    experts.quantized_grouped_product(x, weight, bias, ends, gated, **options)
+    torch.testing.assert_close(gated, expected, equal_nan=True)
+    down, rows = make(3, 40, 64), torch.randn(8, 64, generator=generator(8))
+    out, expected = torch.full((2, 8, 40), torch.nan).unbind()
+    TorchKernels().quantized_grouped_product(rows, down, None, ends, expected, order=order)
+    experts.quantized_grouped_product(rows, down, None, ends, out, order=order)
+    torch.testing.assert_close(out, expected, equal_nan=True, rtol=1e-5, atol=1e-4)
+
+
 def test_4_bits_mean_the_sixteen_numbers_of_the_format_and_their_powers() -> None:
     codes = torch.arange(16, dtype=torch.uint8)
     numbers = torch.zeros(1, 16, 16, dtype=torch.uint8)
@@ -144,9 +169,9 @@ def test_columns_that_are_cut_by_the_number_of_rows_are_seen(monkeypatch: pytest
     sum_in_order(monkeypatch)
     real = configurations.expert_tiles
 
-    def by_rows(rows: int, kind: str, *, invariant: bool) -> Any:
+    def by_rows(rows: int, kind: str, device: str, *, invariant: bool) -> Any:
         assert invariant
-        tiles = real(rows, kind, invariant=True)
+        tiles = real(rows, kind, device, invariant=True)
         return configurations.msgspec.structs.replace(tiles, block_k=16 if rows < 8 else 64)
 
     monkeypatch.setattr(experts, "expert_tiles", by_rows)
@@ -220,8 +245,8 @@ def test_no_rows() -> None:
             r"input \[3, 48\], weights of 2 experts with 8 rows of 64 columns, output \[3, 8\]",
         ),
         ({"out": torch.zeros(3, 9)}, r"input \[3, 64\], .*, output \[3, 9\]"),
-        ({"ends": torch.zeros(3, dtype=torch.int32)}, r"`ends` has shape \[3\], .* for 2 experts of 8"),
-        ({"bias": torch.zeros(2, 7)}, "`bias` has a wrong shape"),
+        ({"ends": torch.zeros(3, dtype=torch.int32)}, r"`ends` has shape \[3\], but there are 2 experts"),
+        ({"bias": torch.zeros(2, 7)}, r"`bias` has shape \[2, 7\], but 2 experts have 8 rows each"),
         ({"out": torch.zeros(8, 3).t()}, "contiguous"),
         ({"weight": by_blocks(2, 8, 64, 24)}, "blocks have 24 columns"),
         (

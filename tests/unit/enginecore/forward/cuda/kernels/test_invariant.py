@@ -14,7 +14,7 @@ from tests.fakes.models.torch_kernels import TorchKernels
 from tests.unit.enginecore.attention.test_backends import PARAMS, make_step
 from tests.unit.enginecore.forward.cuda.kernels.paged import Paged
 
-invariant = interpreted("invariant")
+invariant, by_expert, mixture = interpreted("invariant"), interpreted("grouped"), interpreted("mixture")
 configurations = interpreted("configurations")
 float8 = int4 = interpreted("quantized")
 norm, activation = interpreted("norm"), interpreted("activation")
@@ -50,28 +50,6 @@ def test_a_product_is_that_of_float64(dtype: torch.dtype, rows: int, biased: boo
     assert bool(memory[rows].isnan().all())
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("ends", [[0, 70, 71, 71, 74], [3, 3, 3, 3, 3], [0, 0, 0, 0, 0], [1, 2, 3, 4, 76]])
-def test_a_grouped_product_is_that_of_float64_and_rows_of_nobody_stay(ends: list[int], transposed: bool) -> None:
-    x, bias = numbers(76, 40), numbers(5, OUT)
-    weight = numbers(5, 40, OUT) if transposed else numbers(5, OUT, 40)
-    last = torch.tensor(ends, dtype=torch.int32)
-    out, expected = torch.full((76, OUT), torch.nan), torch.full((76, OUT), torch.nan)
-    TorchKernels().grouped_product(x, weight, bias, last, expected, transposed=transposed)
-    invariant.invariant_grouped_product(x, weight, bias, last, out, transposed=transposed)
-    torch.testing.assert_close(out, expected, equal_nan=True)
-
-
-@pytest.mark.parametrize("renormalize", [False, True])
-def test_weighted_rows_are_summed(renormalize: bool) -> None:
-    x, weights = numbers(12, 1030), numbers(4, 3).abs()
-    places = torch.tensor([[11, 0, 1], [2, 2, 3], [9, 8, 7], [4, 5, 6]])
-    out, expected = torch.empty(2, 4, 1030).unbind()
-    invariant.weighted_sum(x, places, weights, 0.5, out, renormalize=renormalize)
-    TorchKernels().weighted_sum(x, places, weights, 0.5, expected, renormalize=renormalize)
-    torch.testing.assert_close(out, expected)
-
-
 def dense(x: torch.Tensor) -> torch.Tensor:
     out = x.new_empty(len(x), OUT)
     invariant.invariant_product(x, numbers(OUT, x.shape[1], dtype=x.dtype), numbers(OUT, dtype=x.dtype), 0.3, out)
@@ -83,7 +61,7 @@ def grouped(x: torch.Tensor) -> torch.Tensor:
     out = x.new_empty(len(x), OUT)
     ends = torch.tensor([len(x) // 3, len(x)], dtype=torch.int32)
     weight = numbers(1, OUT, x.shape[1], dtype=x.dtype).expand(2, -1, -1).contiguous()
-    invariant.invariant_grouped_product(x, weight, None, ends, out)
+    by_expert.grouped_product(x, weight, None, ends, out, invariant=True)
     return out
 
 
@@ -143,13 +121,14 @@ def test_a_row_has_the_same_bits_among_more_than_a_tile(product: Any) -> None:
 def test_columns_that_are_cut_by_the_number_of_rows_are_seen(product: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     real = configurations.invariant_tiles
 
-    def by_rows(rows: int, out_features: int, itemsize: int) -> Any:
-        tiles = real(rows, out_features, itemsize)
+    def by_rows(rows: int, out_features: int, itemsize: int, device: str) -> Any:
+        tiles = real(rows, out_features, itemsize, device)
         return configurations.InvariantTiles(
             tiles.block_m, tiles.block_n, 32 if rows < 8 else 64, tiles.warps, tiles.stages
         )
 
     monkeypatch.setattr(invariant, "invariant_tiles", by_rows)
+    monkeypatch.setattr(by_expert, "dense_expert_tiles", lambda *shape, invariant: by_rows(*shape))
     assert changed_bits(product, numbers(MAX_ROWS, IN)) > 0
 
 
@@ -157,9 +136,9 @@ def test_columns_that_are_cut_by_the_number_of_rows_are_seen(product: Any, monke
 def test_tiles_of_usual_quantized_products_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     real = float8.product_tiles
 
-    def usual(rows: int, bits: int, *, invariant: bool) -> Any:
+    def usual(rows: int, bits: int, device: str, *, invariant: bool) -> Any:
         assert invariant
-        return real(512 if rows > 8 else rows, bits)
+        return real(512 if rows > 8 else rows, bits, device)
 
     monkeypatch.setattr(float8, "product_tiles", usual)
     assert changed_bits(of_8_bits, numbers(MAX_ROWS, IN)) > 0
@@ -207,9 +186,8 @@ def activated(x: torch.Tensor) -> torch.Tensor:
 
 def summed(x: torch.Tensor) -> torch.Tensor:
     out = torch.empty_like(x)
-    places = torch.arange(2 * len(x)).view(-1, 2)
     rows = x.repeat_interleave(2, 0) * torch.tensor([1.0, 0.3]).repeat(len(x))[:, None]
-    invariant.weighted_sum(rows, places, x[:, :2].abs().contiguous(), 0.7, out, renormalize=True)
+    mixture.weighted_sum(rows, x[:, :2].abs().contiguous(), x, out)
     return out
 
 
@@ -234,10 +212,6 @@ def test_what_sums_depend_on_follows_from_the_weight_alone(bits: int) -> None:
 
 def test_no_rows() -> None:
     invariant.invariant_product(torch.empty(0, 8), numbers(4, 8), None, 1.0, torch.empty(0, 4))
-    ends = torch.zeros(2, dtype=torch.int32)
-    invariant.invariant_grouped_product(torch.empty(0, 8), numbers(2, 4, 8), None, ends, torch.empty(0, 4))
-    none = torch.empty(0, 2, dtype=torch.int64)
-    invariant.weighted_sum(torch.empty(0, 8), none, torch.empty(0, 2), 1.0, torch.empty(0, 8), renormalize=True)
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
@@ -246,10 +220,3 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         invariant.invariant_product(x, numbers(4, 7), None, 1.0, out)
     with pytest.raises(ValueError, match="contiguous"):
         invariant.invariant_product(numbers(8, 3).t(), weight, None, 1.0, out)
-    ends = torch.zeros(2, dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"input \[3, 8\], weight \[2, 8, 4\], output \[3, 4\]"):
-        invariant.invariant_grouped_product(x, numbers(2, 8, 4), None, ends, out)
-    with pytest.raises(ValueError, match=r"`ends` has shape \[2\], but there are 3 experts"):
-        invariant.invariant_grouped_product(x, numbers(3, 4, 8), None, ends, out)
-    with pytest.raises(ValueError, match=r"places \[1, 2\], weights \[3, 2\]"):
-        invariant.weighted_sum(x, ends[None].long(), numbers(3, 2), 1.0, x, renormalize=True)

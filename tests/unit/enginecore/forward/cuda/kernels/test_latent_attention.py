@@ -24,8 +24,8 @@ def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use pieces of 32 keys, so that few keys make several pieces."""
     real = latent_attention.latent_tiles
 
-    def tiles(rows: int, itemsize: int, *, invariant: bool) -> Any:
-        return configurations.msgspec.structs.replace(real(rows, itemsize, invariant=invariant), piece=32)
+    def tiles(rows: int, itemsize: int, device: str, *, invariant: bool) -> Any:
+        return configurations.msgspec.structs.replace(real(rows, itemsize, device, invariant=invariant), piece=32)
 
     monkeypatch.setattr(latent_attention, "latent_tiles", tiles)
 

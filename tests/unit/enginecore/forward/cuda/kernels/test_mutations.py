@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock_enginecore.forward.cuda.kernel_api import Float8Weight, Int4Weight, Norm, RotaryTable
+from penstock_enginecore.forward.cuda.kernel_api import Float8Weight, Int4Weight, Norm, RotaryTable, Routing
 from tests.fakes.models.interpreted_kernels import interpreted
 from tests.fakes.models.torch_kernels import TorchKernels
 
@@ -52,15 +52,48 @@ def dense(module: Any) -> torch.Tensor:
 
 def grouped(module: Any) -> torch.Tensor:
     out, ends = torch.full((9, 37), NAN), torch.tensor([3, 3, 7], dtype=torch.int32)
-    call = module.invariant_grouped_product if module else TorchKernels().grouped_product
+    call = module.grouped_product if module else TorchKernels().grouped_product
     call(random(9, 40), random(3, 37, 40), random(3, 37), ends, out, transposed=False)
     return out
 
 
+def gathered(module: Any) -> torch.Tensor:
+    out, ends = torch.full((6, 20), NAN), torch.tensor([2, 5], dtype=torch.int32)
+    order = torch.tensor([4, 0, 1, 5, 2, 3], dtype=torch.int32)
+    call = module.grouped_product if module else TorchKernels().grouped_product
+    call(random(3, 40), random(2, 40, 40), random(2, 40), ends, out, order=order, top_k=2, activation="silu")
+    return out
+
+
+def scattered(module: Any) -> torch.Tensor:
+    out, ends = torch.full((6, 37), NAN), torch.tensor([2, 5], dtype=torch.int32)
+    order = torch.tensor([4, 0, 1, 5, 2, 3], dtype=torch.int32)
+    call = module.grouped_product if module else TorchKernels().grouped_product
+    call(random(6, 40), random(2, 37, 40), None, ends, out, order=order)
+    return out
+
+
+def routed(module: Any) -> torch.Tensor:
+    """Choose among 32 experts in four groups, after a correction. The last of 20 tokens is padding."""
+    weights, chosen = torch.full((21, 3), NAN), torch.full((21, 3), -1, dtype=torch.int32)
+    routing = Routing(3, renormalize=True, scale=2.5, sigmoid=True, groups=4, kept=1, counted=2)
+    starts = torch.tensor([0, 1, 19], dtype=torch.int32)
+    call = module.route if module else TorchKernels().route
+    call(random(20, 32), 0.1 * random(32), starts, routing, weights[:20], chosen[:20])
+    return torch.cat([weights, chosen])
+
+
+def aligned(module: Any) -> torch.Tensor:
+    chosen = torch.randint(8, (400, 3), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    ends, order = torch.full((7,), -1, dtype=torch.int32), torch.full((1201,), -1, dtype=torch.int32)
+    (module.align if module else TorchKernels().align)(chosen, ends, order[:1200])
+    return torch.cat([ends, order]).float()
+
+
 def weighted(module: Any) -> torch.Tensor:
-    out, places = torch.full((3, 40), NAN), torch.tensor([[5, 0, 1], [2, 2, 4]])
+    out = torch.full((3, 40), NAN)
     call = module.weighted_sum if module else TorchKernels().weighted_sum
-    call(random(6, 40), places, random(2, 3).abs(), 0.5, out[:2], renormalize=True)
+    call(random(6, 40), random(2, 3).abs(), random(2, 40), out[:2])
     return out
 
 
@@ -115,13 +148,28 @@ MUTATIONS: dict[str, list[tuple[Run, str, str]]] = {
         (dense, ".to(tl.int64) * in_features\n\n", ".to(tl.int64) * out_features\n\n"),
         (dense, "tl.load(bias + n_read)", "tl.load(bias + n_read * 0)"),
         (dense, "(total * scale)", "total"),
+    ],
+    "grouped": [
         (grouped, "expert.to(tl.int64) * in_features", "expert.to(tl.int64) * 0 * in_features"),
         (grouped, "bias += expert * out_features", "bias += 0"),
         (grouped, "(m[:, None] < end)", "(m[:, None] <= end)"),
-        (weighted, "factor = scale / of_all", "factor = scale"),
-        (weighted, "row * width + columns", "row * 0 + columns"),
         (grouped, "tl.load(ends + indices - 1", "tl.load(ends + indices"),
         (grouped, "begin + nth * BLOCK_M", "begin + 1"),
+        (gathered, "tl.load(order + source) // TOP_K", "tl.load(order + source) % 3"),
+        (gathered, "(n % 2) * (out_features // 2)", "(n % 2)"),
+        (scattered, "target = tl.load(order + m, mask=m < end, other=0)", "target = m"),
+    ],
+    "mixture": [
+        (routed, "COUNTED == 2", "COUNTED == 3"),
+        (routed, "token < tl.load(starts + requests)", "token <= tl.load(starts + requests)"),
+        (routed, "factors * scale", "factors"),
+        (routed, "tl.where(index == first, scores, 0.0)", "tl.where(index == first, ranked, 0.0)"),
+        (routed, "free = free & (index != first)", "free = free & (index >= 0)"),
+        (routed, "tl.where(kept, ranked", "tl.where(kept | (index >= 0), ranked"),
+        (aligned, "(ids < expert)", "(ids < expert - 1)"),
+        (aligned, "place += tl.sum(own, 0)", "place += 0"),
+        (weighted, "(token * TOP_K + i) * width", "(token * TOP_K) * width"),
+        (weighted, "total += tl.load(shared", "total += 0 * tl.load(shared"),
     ],
     "norm": [
         (norm, "/ width + eps", "/ BLOCK + eps"),

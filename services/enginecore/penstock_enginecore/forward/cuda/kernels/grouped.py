@@ -1,0 +1,197 @@
+"""Grouped matrix products with dense weights: each expert's rows times the expert's weight.
+
+Rows are sorted by expert, and only a tensor on the device contains where each expert's rows end. A product can gather
+its rows from the tokens, apply the gated activation to its sums, or scatter its results back to the pairs of tokens and
+experts. So a mixture of experts needs no other kernel to move or activate rows.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from penstock_enginecore.forward.cuda.kernel_api import Activation, ClampedGate
+from penstock_enginecore.forward.cuda.kernels.activation import activated
+from penstock_enginecore.forward.cuda.kernels.attention import find
+from penstock_enginecore.forward.cuda.kernels.configurations import dense_expert_tiles, device_name
+from penstock_enginecore.forward.cuda.kernels.invariant import tile_sums
+
+
+def grid_rows(rows: int, experts: int, block_m: int) -> int:
+    """Return the maximum number of tiles of ``block_m`` rows for ``rows`` rows. A tile has at least one row, and each
+    expert has at most one partial tile.
+    """
+    return min(rows, rows // block_m + experts)
+
+
+def gate_constants(activation: Activation | ClampedGate | None) -> tuple[float, float, str]:
+    """Return alpha and limit of an activation, and its kind as a compile-time constant. No activation has no kind."""
+    if isinstance(activation, ClampedGate):
+        return activation.alpha, activation.limit, "clamped"
+    return 0.0, 0.0, activation or ""
+
+
+def check_rows(
+    x: torch.Tensor, ends: torch.Tensor, order: torch.Tensor | None, top_k: int, out: torch.Tensor, experts: int
+) -> None:
+    """Check the arguments that all grouped products have. Raises ValueError if a shape is wrong."""
+    if ends.shape != (experts,):
+        raise ValueError(f"`ends` has shape {list(ends.shape)}, but there are {experts} experts")
+    if order is None:
+        wanted = len(x)
+    else:
+        wanted = len(x) * max(1, top_k)
+        if order.shape != (wanted,):
+            raise ValueError(f"`order` has shape {list(order.shape)}, but there are {wanted} rows")
+    if len(out) != wanted:
+        raise ValueError(f"the output has {len(out)} rows, but the product has {wanted} rows")
+
+
+def grouped_product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    ends: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    order: torch.Tensor | None = None,
+    top_k: int = 0,
+    activation: Activation | ClampedGate | None = None,
+    transposed: bool = False,
+    invariant: bool = False,
+) -> None:
+    """Multiply each expert's rows by the expert's weight, add the expert's bias, apply the activation if given, and
+    write the result to ``out``. Sums are float32. Rows of ``out`` that belong to no expert are unchanged.
+
+    With ``order`` and ``top_k``, row i of the product is row ``order[i] // top_k`` of ``x``. With ``order`` alone, row
+    i of the product is row i of ``x``, and its result is written to row ``order[i]`` of ``out``.
+
+    Args:
+        x: ``[rows, in_features]``, sorted by expert, or ``[tokens, in_features]`` with ``top_k``. All tensors are
+            contiguous.
+        weight: ``[experts, out_features, in_features]``, or ``[experts, in_features, out_features]`` if ``transposed``.
+        bias: ``[experts, out_features]``, or None.
+        ends: int32 ``[experts]``, the end of each expert's rows.
+        out: ``[rows, out_features]``, or ``[rows, out_features / 2]`` with an activation.
+        order: int32 ``[rows]``, or None.
+        top_k: Number of rows that read the same row of ``x``, or 0.
+        activation: Gated activation. The features of gate and up are the two halves of ``out_features``, or alternate
+            for ``ClampedGate``.
+        transposed: Whether the last two dimensions of ``weight`` are swapped.
+        invariant: Whether sums must have the same order for any number of rows.
+
+    Raises:
+        ValueError: Shapes or strides are not supported.
+    """
+    in_features, experts = x.shape[1], len(weight)
+    out_features = weight.shape[2 if transposed else 1]
+    width = out_features if activation is None else out_features // 2
+    if weight.shape[1 if transposed else 2] != in_features or out.shape[1] != width:
+        raise ValueError(
+            f"shapes do not match: input {list(x.shape)}, weight {list(weight.shape)}, output {list(out.shape)}"
+        )
+    check_rows(x, ends, order, top_k, out, experts)
+    if not all(part.is_contiguous() for part in (x, weight, out, ends, *([] if order is None else [order]))):
+        raise ValueError("all tensors of a matrix product must be contiguous")
+    rows = len(out)
+    if not rows:
+        return
+    of_device = device_name(x.device)
+    tiles = dense_expert_tiles(rows // experts, out_features, x.element_size(), of_device, invariant=invariant)
+    alpha, limit, gate = gate_constants(activation)
+    grid = grid_rows(rows, experts, tiles.block_m), triton.cdiv(out_features, tiles.block_n)
+    grouped_tiles[grid](
+        x, weight, bias, ends, order, out, experts, out_features, in_features, alpha, limit,
+        EVEN=in_features % tiles.block_k == 0, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", EXPERTS=max(16, triton.next_power_of_2(experts)),
+        TRANSPOSED=transposed, TOP_K=top_k, GATE=gate, num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
+
+
+@triton.jit
+def find_rows(ends, experts, tile, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr):
+    """Find the expert and the rows of the tile with index ``tile``. A tile has at most ``BLOCK_M`` rows of one expert.
+
+    ``ends`` is int32 ``[experts]``, the end of each expert's rows. Returns whether the tile exists, the tile's expert,
+    the index of the tile's first row, and the end of the expert's rows.
+    """
+    indices = tl.arange(0, EXPERTS)
+    known = indices < experts
+    upto_rows = tl.load(ends + indices, mask=known, other=0)
+    from_rows = tl.load(ends + indices - 1, mask=known & (indices > 0), other=0)
+    counts = tl.where(known, tl.cdiv(upto_rows - from_rows, BLOCK_M), 0)
+    expert, nth = find(counts, tl.cumsum(counts, 0), indices, tile)
+    begin = tl.sum(tl.where(indices == expert, from_rows, 0), 0)
+    end = tl.sum(tl.where(indices == expert, upto_rows, 0), 0)
+    return tile < tl.sum(counts, 0), expert, begin + nth * BLOCK_M, end
+
+
+@triton.jit
+def expert_places(
+    x, order, begin, end, nth, out_features, in_features,
+    TOP_K: tl.constexpr, GATE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Return the indices of a tile's rows, the output features of the weight to read, and the addresses of the rows of
+    ``x``. The tile's first row is ``begin``.
+
+    With a gated activation, features of gate and up alternate. Indices beyond the last row or feature read the last row
+    or feature instead. The results for such indices are not stored.
+    """
+    m = begin + tl.arange(0, BLOCK_M)
+    source = tl.minimum(m, end - 1)
+    if TOP_K > 0:
+        source = tl.load(order + source) // TOP_K
+    n = tl.minimum(nth * BLOCK_N + tl.arange(0, BLOCK_N), out_features - 1)
+    if GATE != "" and GATE != "clamped":
+        n = n // 2 + (n % 2) * (out_features // 2)
+    return m, n, x + source.to(tl.int64) * in_features
+
+
+@triton.jit
+def store_rows(
+    total, bias, n_read, alpha, limit, out, order, m, end, nth, out_features,
+    TOP_K: tl.constexpr, GATE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Add ``bias`` to the sums if given, apply the activation if there is one, and write the rows before ``end`` to
+    ``out``, in the given ``order`` if rows are not gathered.
+    """
+    if bias is not None:
+        total += tl.load(bias + n_read).to(tl.float32)[None, :]
+    if GATE == "":
+        value, n, width = total, nth * BLOCK_N + tl.arange(0, BLOCK_N), out_features
+    else:
+        gate, up = tl.split(tl.reshape(total, (BLOCK_M, BLOCK_N // 2, 2)))
+        value = activated(gate, up, alpha, limit, GATE)
+        n, width = nth * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2), out_features // 2
+    inside = (m[:, None] < end) & (n[None, :] < width)
+    target = m
+    if order is not None and TOP_K == 0:
+        target = tl.load(order + m, mask=m < end, other=0)
+    place = target[:, None].to(tl.int64) * width + n[None, :]
+    tl.store(out + place, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def grouped_tiles(
+    x, weight, bias, ends, order, out, experts, out_features, in_features, alpha, limit,
+    EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    EXPERTS: tl.constexpr, TRANSPOSED: tl.constexpr, TOP_K: tl.constexpr, GATE: tl.constexpr,
+):  # fmt: skip
+    """Compute a tile of ``out`` with rows of one expert, if the program's tile exists."""
+    there, expert, begin, end = find_rows(ends, experts, tl.program_id(0), BLOCK_M, EXPERTS)
+    if there:
+        nth = tl.program_id(1)
+        m, n_read, x_rows = expert_places(
+            x, order, begin, end, nth, out_features, in_features, TOP_K, GATE, BLOCK_M, BLOCK_N
+        )
+        own = weight + expert.to(tl.int64) * in_features * out_features
+        if TRANSPOSED:
+            columns = own + n_read[None, :]
+            total = tile_sums(x_rows, columns, in_features, out_features, EVEN, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)
+        else:
+            columns = own + n_read[None, :].to(tl.int64) * in_features
+            total = tile_sums(x_rows, columns, in_features, 1, EVEN, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)
+        if bias is not None:
+            bias += expert * out_features
+        store_rows(
+            total, bias, n_read, alpha, limit, out, order, m, end, nth, out_features, TOP_K, GATE, BLOCK_M, BLOCK_N
+        )
