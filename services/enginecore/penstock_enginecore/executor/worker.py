@@ -30,7 +30,7 @@ from penstock_enginecore.executor.device import (
 )
 from penstock_enginecore.executor.loading import ModelRunner, load_runner
 from penstock_enginecore.executor.sleep_in_place import KeptSleep, kept_sleep
-from penstock_enginecore.forward.cuda.buffers import StepShape
+from penstock_enginecore.forward.cuda.buffers import MAX_CAPTURED_TOKENS, StepShape
 from penstock_enginecore.kernel_cache.precompiled import open_cache
 from penstock_enginecore.kv_transfer.core.base import BlockFacts
 from penstock_enginecore.kv_transfer.kv_copy import WorkerCopies
@@ -125,11 +125,13 @@ class Worker:
     def available_kv_cache_memory(self) -> int:
         """Return the size in bytes of the memory available for the KV cache.
 
-        If ``cache.kv_cache_memory`` is set, the result is this setting. On a GPU, the result is otherwise the memory
+        If ``cache.kv_cache_memory`` is set, the result is this setting, and on a GPU a step that is too large for a
+        CUDA graph runs only to compile its kernels. On a GPU, the result is otherwise the memory
         that the profiling step leaves free, minus the cache of media embeddings and the CUDA graphs. On a CPU, no
         profiling step runs, because its peak memory is small compared with the default size of the KV cache.
         """
         if self._engine.cache.kv_cache_memory is not None:
+            self._warm_large_step()
             return self._engine.cache.kv_cache_memory
         encoder_cache = encoder_cache_bytes(self._engine, self.runner.info)
         if self._device.type == "cpu":
@@ -140,6 +142,15 @@ class Worker:
         torch.cuda.empty_cache()
         left = cuda_kv_cache_bytes(self._engine.cache, self._device)
         return max(left - encoder_cache - self._graph_bytes(), 0)
+
+    def _warm_large_step(self) -> None:
+        """Run a step that is too large to be captured, if the device is a GPU and requests can need such a step.
+        Otherwise the first long prompt would wait for the compilation of its kernels, and so would all other requests.
+        """
+        limits = self._engine.scheduler
+        if self._device.type == "cuda" and limits.step_tokens > MAX_CAPTURED_TOKENS:
+            self.runner.profile(MAX_CAPTURED_TOKENS + 1, min(limits.max_num_seqs, MAX_CAPTURED_TOKENS))
+            torch.cuda.empty_cache()
 
     def _graph_bytes(self) -> int:
         """Return the estimated memory in bytes of the CUDA graphs that are captured at startup."""

@@ -34,6 +34,10 @@ _MIXED_TOKENS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 448, MAX_C
 """Numbers of tokens to which steps with more tokens than requests are padded."""
 _MIXED_REQUESTS = (16, 64, 256, MAX_CAPTURED_TOKENS)
 """Numbers of requests to which steps with more tokens than requests are padded."""
+_LARGE_MULTIPLE = 16
+"""Triton compiles a kernel again for arguments that are multiples of 16, and for 1. With multiples alone, no kernel is
+compiled at the first odd prompt.
+"""
 DRAW_DTYPES = (torch.float32, torch.int64, torch.int64, torch.float32, torch.int32, torch.float64)
 """Dtypes of the fields of ``Draws``, in order."""
 _GREEDY = (0.0, 0, 0, math.inf, 0, 1.0)
@@ -77,17 +81,22 @@ def padded_shape(tokens: int, requests: int) -> StepShape:
     and above 256 to a multiple of 32. Otherwise tokens are padded to a number of ``_MIXED_TOKENS``, and requests to a
     number of ``_MIXED_REQUESTS``, so that steps with prompts have few shapes and all of them can be captured at start.
     Steps with more than ``MAX_CAPTURED_TOKENS`` tokens are padded only to slightly larger numbers of
-    ``LARGE_CAPTURED_TOKENS``. Other steps of this size, and steps with more requests, are not padded.
+    ``LARGE_CAPTURED_TOKENS``. In other steps of this size, and in steps with more requests, both numbers are padded to
+    a multiple of ``_LARGE_MULTIPLE``.
     """
     if requests > MAX_CAPTURED_TOKENS:
-        return StepShape(tokens, requests)
+        return _uncaptured(tokens, requests)
     if requests >= tokens:
         return StepShape(_padded(tokens), _padded(requests))
     padded = next((count for count in (*_MIXED_TOKENS, *LARGE_CAPTURED_TOKENS) if count >= tokens), tokens)
     is_large, padding = tokens > MAX_CAPTURED_TOKENS, padded - tokens
     if padded > CAPTURED.tokens or (is_large and padding > padded // _LARGE_PADDING):
-        return StepShape(tokens, requests)
+        return _uncaptured(tokens, requests)
     return StepShape(padded, min(padded, next(count for count in _MIXED_REQUESTS if count >= requests)))
+
+
+def _uncaptured(tokens: int, requests: int) -> StepShape:
+    return StepShape(*(-(-count // _LARGE_MULTIPLE) * _LARGE_MULTIPLE for count in (tokens, requests)))
 
 
 def decode_sizes(most: int) -> list[int]:

@@ -25,6 +25,7 @@ from penstock_enginecore.core.scheduler.output import (
 from penstock_enginecore.executor.generation.graph_capture import fastest_pass
 from penstock_enginecore.executor.generation.runner import GenerationRunner
 from penstock_enginecore.executor.uniproc import UniprocExecutor
+from penstock_enginecore.executor.worker import Worker
 from penstock_enginecore.forward.build import ForwardConfig, build_forward
 from penstock_enginecore.models.loader import load_model
 from penstock_enginecore.sample.base import LaunchedTokens, PlainDraws
@@ -142,6 +143,24 @@ def test_a_step_without_tokens_only_forgets(path: Path) -> None:
 
 def test_the_configured_pool_size_wins(path: Path) -> None:
     assert make_executor(path).available_kv_cache_memory() == 12345
+
+
+@pytest.mark.parametrize(
+    ("device", "step_tokens", "warmed"), [("cuda", 2048, True), ("cuda", 512, False), ("cpu", 2048, False)]
+)
+def test_gpus_with_a_configured_pool_size_still_run_a_step_without_a_graph(
+    device: str, step_tokens: int, warmed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emptied, seen = [], []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+    worker: Any = Worker.__new__(Worker)
+    limits = SimpleNamespace(step_tokens=step_tokens, max_num_seqs=64)
+    worker._engine = SimpleNamespace(cache=SimpleNamespace(kv_cache_memory=12345), scheduler=limits)
+    worker._device = torch.device(device)
+    worker._runner = SimpleNamespace(profile=lambda *sizes: seen.append(sizes))
+    assert worker.available_kv_cache_memory() == 12345
+    assert seen == ([(513, 64)] if warmed else [])
+    assert len(emptied) == len(seen)
 
 
 def test_the_profiling_step_runs_the_largest_shapes_and_leaves_no_trace(

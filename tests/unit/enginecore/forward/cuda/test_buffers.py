@@ -35,7 +35,7 @@ def metadata(lengths: list[int], query_lens: list[int], *, first_block: int = 1)
     return AttentionMetadata(starts, np.array(lengths), table, np.concatenate(slots), 4)
 
 
-def test_steps_are_padded_to_few_shapes_and_large_ones_not_at_all() -> None:
+def test_steps_are_padded_to_few_shapes_and_large_ones_to_multiples_of_16() -> None:
     decodes = {padded_shape(n, n) for n in range(1, 513)}
     assert len(decodes) == 28
     assert {shape.tokens - shape.requests for shape in decodes} == {0}
@@ -50,8 +50,9 @@ def test_steps_are_padded_to_few_shapes_and_large_ones_not_at_all() -> None:
     assert padded_shape(7, 3) == StepShape(8, 8)
     assert padded_shape(257, 50) == StepShape(320, 64)
     assert padded_shape(512, 512) == StepShape(512, 512)
-    assert padded_shape(513, 3) == StepShape(513, 3)
-    assert padded_shape(3, 513) == StepShape(3, 513)
+    assert padded_shape(513, 3) == StepShape(528, 16)
+    assert padded_shape(3, 513) == StepShape(16, 528)
+    assert padded_shape(1504, 160) == StepShape(1504, 160)
 
 
 def test_large_steps_are_padded_if_that_adds_few_tokens() -> None:
@@ -61,8 +62,8 @@ def test_large_steps_are_padded_if_that_adds_few_tokens() -> None:
         StepShape(2048, 16),
         StepShape(2048, 16),
     ]
-    assert [padded_shape(n, 300).tokens for n in (700, 991, 1025, 1983, 2049)] == [700, 991, 1025, 1983, 2049]
-    assert padded_shape(2048, 513) == StepShape(2048, 513)
+    assert [padded_shape(n, 300).tokens for n in (700, 991, 1025, 1983, 2049)] == [704, 992, 1040, 1984, 2064]
+    assert padded_shape(2048, 513) == StepShape(2048, 528)
     assert [StepShape(*sizes).is_large for sizes in ((1024, 512), (1023, 1), (2048, 513))] == [False, True, True]
 
 
