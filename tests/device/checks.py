@@ -192,15 +192,23 @@ def eight_bits(device: str) -> dict[str, Any]:
     return {"ok": int(same.split("/")[0]) > 0.3 * 72, "says": same}
 
 
-def recorded(device: str) -> dict[str, Any]:
-    """Check that graphs captured at the start give the same tokens."""
+def recorded(device: str, architecture: str = "llama", dtype: str = "float32") -> dict[str, Any]:
+    """Check that graphs captured at the start give the same tokens, and that a GPU captured them.
+
+    Tokens of other dtypes than float32 are compared only between two runs.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
-        model = save_tiny_model("llama", path, **HEADS)
-        expected = [greedy_tokens(model, prompt, NEW_TOKENS) for prompt in prompts()]
-        engine = _engine(path, device, kernels={"capture_at_start": True}, scheduler={"max_num_seqs": 16})
-        found = _tokens(engine)
-    return {"ok": found == expected, "says": f"{_same(found, expected)} {_graphs(engine)}"}
+        model = save_tiny_model(architecture, path, **_widths(architecture))
+        engine = _engine(path, device, dtype, kernels={"capture_at_start": True}, scheduler={"max_num_seqs": 16})
+        expected = (
+            [greedy_tokens(model, prompt, NEW_TOKENS) for prompt in prompts()]
+            if dtype == "float32"
+            else _tokens(engine, "before")
+        )
+        found, captured = _tokens(engine), _captured(engine)
+        says = f"{_same(found, expected)} {_graphs(engine)}"
+    return {"ok": found == expected and (captured > 0 or device == "cpu"), "says": says}
 
 
 FUSED = (
@@ -222,6 +230,8 @@ CHECKS: dict[str, Callable[[str], dict[str, Any]]] = {
     "sleeps with kept addresses": partial(sleeps, keep_addresses=True),
     "eight_bits": eight_bits,
     "recorded": recorded,
+    "recorded mixtral": partial(recorded, architecture="mixtral"),
+    "recorded qwen3_moe float16": partial(recorded, architecture="qwen3_moe", dtype="float16"),
     **{f"drafts {method} {heat}": partial(speculation, method, heat) for method in DRAFTERS for heat in (0.0, 0.8)},
     "speeds with drafts": speeds,
     **{f"bfloat16 {name}": partial(family, name, "bfloat16") for name in FUSED[:6]},
