@@ -10,7 +10,10 @@ import torch
 
 from tests.fakes.models.interpreted_kernels import NO_TRITON
 
-FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "gpt_oss/mxfp4", "qwen2/awq", "deepseek_v3")
+FAMILIES = (
+    *("llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "gpt_oss/mxfp4", "qwen2/awq"),
+    *("deepseek_v3", "qwen3_moe"),
+)
 
 
 @pytest.mark.slow
