@@ -35,7 +35,8 @@ def row(kernel: Kernel, usage: Usage) -> str:
     spills = usage.stack + usage.local
     cells: list[object] = [kernel.name, kernel.warps, kernel.stages, usage.registers, usage.shared, spills]
     per_number = kernel.per_number(usage.instructions)
-    cells += [usage.instructions, "" if per_number is None else f"{per_number:.0f}"]
+    per_element = "" if usage.per_element is None else f"{usage.per_element:.2f}"
+    cells += [usage.instructions, per_element if per_number is None else f"{per_number:.0f}"]
     return "| " + " | ".join(map(str, cells)) + f" | {'; '.join(usage.faults) or 'none'} |"
 
 

@@ -12,12 +12,11 @@ from penstock_enginecore.forward.cuda.kernels.configurations import (
     load_tuned,
 )
 from penstock_enginecore.forward.cuda.kernels.grouped import grouped_tiles
-from penstock_enginecore.forward.cuda.kernels.quantized import quantized_experts
-from tests.compiled.kernel import Kernel
+from penstock_enginecore.forward.cuda.kernels.quantized import narrowed, quantized_experts
+from tests.compiled.kernel import SM_90, Kernel
+from tests.compiled.products import counted, int4_weight, must_have
 
 EXPERTS = 128
-ROWS = (64, 512)
-"""Rows per expert for which a batch-invariant program computes 64 rows and 128 rows."""
 _KINDS: tuple[Kind, ...] = ("float8", "int4", "mxfp4")
 _ARGUMENTS: dict[str, str | None] = {
     "x": "*bf16", "zeros": None, "bias": None, "ends": "*i32", "order": "*i32", "out": "*bf16", "experts": "i32",
@@ -43,11 +42,8 @@ def kernels() -> Iterator[Kernel]:
             own = {"BLOCK_K": dense.block_k, "TRANSPOSED": False, **constants}
             yield _kernel(f"16-bit experts, {dense.rows} rows, {role}", dense, {"weight": "*bf16"}, own)
     for kind in _KINDS:
-        for rows in ROWS:
-            tiles = expert_tiles(rows, kind, invariant=True)
-            for kernel in _of(tiles, str(rows)):
-                must_have = ("cp.async", f"wgmma.mma_async.sync.aligned.m64n{tiles.block_n}k16")
-                yield replace(kernel, name=f"invariant {kernel.name}", must_have=must_have)
+        for kernel in _of(expert_tiles(1, kind, invariant=True), "any"):
+            yield replace(kernel, name=f"invariant {kernel.name}")
 
 
 def gate() -> Iterator[Kernel]:
@@ -59,20 +55,20 @@ def _of(tiles: ExpertTiles, rows: str) -> Iterator[Kernel]:
     """Yield the kernels of each layout of a kind of weights."""
     if tiles.kind == "float8":
         for width in (0, 128):
-            own = {"WIDTH": width, "HALF": 0, "BLOCK_K": tiles.block_k}
-            types = {"numbers": "*fp8e4nv", "scales": "*fp32"}
+            own = {"WIDTH": width, "PART": 64}
+            types = {"numbers": "*i16", "scales": "*fp32"}
             by = f"{width} columns" if width else "row"
             yield _kernel(f"fp8 experts, {rows} rows, by {by}", tiles, types, own)
     elif tiles.kind == "int4":
         for width in (32, 128):
-            own = {"WIDTH": width, "HALF": width // 2, "BLOCK_K": width}
-            types = {"numbers": "*u8", "zeros": "*u8", "scales": "*fp16"}
-            yield _kernel(f"int4 experts, {rows} rows, by {width} columns", tiles, types, own)
+            own = {"WIDTH": width, "PART": 32}
+            types = {"numbers": "*i16", "zeros": "*u8", "scales": "*fp16"}
+            fit = narrowed(tiles, int4_weight(width))
+            yield _kernel(f"int4 experts, {rows} rows, by {width} columns", fit, types, own)
     else:
-        types = {"numbers": "*u8", "scales": "*u8", "bias": "*bf16"}
-        yield _kernel(
-            f"mxfp4 experts, {rows} rows", tiles, types, {"WIDTH": 32, "HALF": 32, "BLOCK_K": 64, "GATE": "clamped"}
-        )
+        types = {"numbers": "*i16", "scales": "*u8", "bias": "*bf16"}
+        own = {"WIDTH": 32, "PART": 32, "GATE": "clamped"}
+        yield _kernel(f"mxfp4 experts, {rows} rows", tiles, types, own)
 
 
 def _kernel(name: str, tiles: ExpertTiles | DenseExpertTiles, types: dict[str, str], own: dict[str, Any]) -> Kernel:
@@ -85,15 +81,17 @@ def _kernel(name: str, tiles: ExpertTiles | DenseExpertTiles, types: dict[str, s
         "BLOCK_M": tiles.block_m,
         "BLOCK_N": tiles.block_n,
         "PRECISION": "ieee",
+        "PACKED": True,
+        **own,
     }
-    must_have = ("cp.async",) if tiles.block_m < 64 else ("cp.async", "wgmma.mma_async")
     return Kernel(
         name,
         grouped_tiles if is_dense else quantized_experts,
         {**_ARGUMENTS, **types},
-        {**shape, **own},
+        shape,
         _ALIGNED,
         tiles.warps,
         tiles.stages,
-        must_have,
+        must_have(tiles, SM_90),
+        **counted(tiles, shape, SM_90),
     )

@@ -29,13 +29,10 @@ def kernels() -> Iterator[Kernel]:
             tiles = invariant_tiles(rows, features, 2)
             for transposed in (None, False, True):
                 yield _product(tiles, features, rows, transposed=transposed)
-    for rows in ROWS:
-        of_8, of_4 = (product_tiles(rows, bits, invariant=True) for bits in (8, 4))
-        quantized = [(of_8, products.float8(of_8, width)) for width in (0, 128)]
-        quantized += [(of_4, products.int4(of_4, width)) for width in (32, 128)]
-        for tiles_of, kernel in quantized:
-            name = f"invariant {kernel.name}".replace(f"{tiles_of.rows} rows", f"{rows} rows")
-            yield replace(kernel, name=name, must_have=("cp.async", _instruction(tiles_of.block_n)))
+    of_8, of_4 = (product_tiles(1, bits, invariant=True) for bits in (8, 4))
+    quantized = [products.float8(of_8, width) for width in (0, 128)]
+    for kernel in (*quantized, *(products.int4(of_4, width) for width in (32, 128))):
+        yield replace(kernel, name=f"invariant {kernel.name}".replace(f"{of_8.rows} rows", "any rows"))
 
 
 def gate() -> Iterator[Kernel]:

@@ -12,6 +12,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from tests.compiled.machine_code import Loop, inner_loop
+
+SM_80 = 80
+"""Compute capability 8.0: A100."""
 SM_90 = 90
 """Compute capability 9.0: H100 and H200."""
 MAX_SHARED = 227 * 1024
@@ -31,6 +35,11 @@ class Kernel:
         aligned: Arguments whose value or address is a multiple of 16, as the launcher guarantees.
         must_have: PTX instructions that the compiled kernel must contain.
         numbers: How many numbers a program reads, if the kernel has no loop, otherwise 0.
+        capability: Compute capability, without the dot.
+        elements: Elements of the weight that one thread converts in an iteration of the inner loop, or 0 if the kernel
+            converts no weight.
+        matrix: Instructions of tensor cores that multiply these elements.
+        most: Largest number of instructions of the inner loop per element, or 0 for no limit.
     """
 
     name: str
@@ -42,6 +51,10 @@ class Kernel:
     stages: int = 3
     must_have: tuple[str, ...] = ()
     numbers: int = 0
+    capability: int = SM_90
+    elements: int = 0
+    matrix: int = 0
+    most: float = 0.0
 
     def per_number(self, instructions: int) -> float | None:
         """Return how often a thread executes an instruction for each number that a program reads, or None for kernels
@@ -64,6 +77,8 @@ class Usage:
         local: Bytes of local memory per thread.
         missing: Required instructions that the kernel lacks.
         instructions: Machine instructions (SASS) of the kernel, without padding.
+        per_element: Instructions of the inner loop per element of the weight, or None if the kernel converts no weight.
+        most: Largest number of these instructions, or 0 for no limit.
     """
 
     registers: int
@@ -72,6 +87,8 @@ class Usage:
     local: int
     missing: tuple[str, ...]
     instructions: int = 0
+    per_element: float | None = None
+    most: float = 0.0
 
     @property
     def faults(self) -> list[str]:
@@ -81,11 +98,13 @@ class Usage:
             found.append(f"spills: {self.stack} bytes of stack, {self.local} of local memory")
         if self.shared > MAX_SHARED:
             found.append(f"takes {self.shared} bytes of shared memory, more than {MAX_SHARED}")
+        if self.most and (self.per_element is None or self.per_element > self.most):
+            found.append(f"has {self.per_element} instructions per element, more than {self.most}")
         return found
 
 
 def compile_kernel(kernel: Kernel) -> Usage:
-    """Return the resources of ``kernel`` on compute capability 9.0. Raises RuntimeError if this process interprets
+    """Return the resources of ``kernel`` on its compute capability. Raises RuntimeError if this process interprets
     kernels.
     """
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -101,13 +120,31 @@ def compile_kernel(kernel: Kernel) -> Usage:
     }
     source = ASTSource(kernel.function, signature, constants, attributes)
     options = {"num_warps": kernel.warps, "num_stages": kernel.stages}
-    compiled = triton.compile(source, target=GPUTarget("cuda", SM_90, 32), options=options)
+    compiled = triton.compile(source, target=GPUTarget("cuda", kernel.capability, 32), options=options)
     text = compiled.asm["ptx"]
     missing = tuple(instruction for instruction in kernel.must_have if instruction not in text)
     told = _dumped(compiled.asm["cubin"])
     numbers = {name: int(number) for name, number in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", told)}
     instructions = len(_INSTRUCTION.findall(told)) - len(_PADDING.findall(told))
-    return Usage(numbers["REG"], compiled.metadata.shared, numbers["STACK"], numbers["LOCAL"], missing, instructions)
+    return Usage(
+        numbers["REG"],
+        compiled.metadata.shared,
+        numbers["STACK"],
+        numbers["LOCAL"],
+        missing,
+        instructions,
+        _per_element(kernel, inner_loop(told)) if kernel.elements else None,
+        kernel.most,
+    )
+
+
+def _per_element(kernel: Kernel, loop: Loop | None) -> float | None:
+    """Return the instructions per element. The compiler may have unrolled the loop, which the number of instructions of
+    tensor cores shows.
+    """
+    if loop is None:
+        return None
+    return round(loop.instructions * kernel.matrix / loop.matrix / kernel.elements, 2)
 
 
 def _dumped(cubin: bytes) -> str:

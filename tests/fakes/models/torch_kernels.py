@@ -7,8 +7,8 @@ from penstock_enginecore.attention.kv_cache import UNSCALED, KVScales, stored
 from penstock_enginecore.forward.cuda.kernel_api import (
     Activation,
     ClampedGate,
+    Float8Weight,
     GroupInputs,
-    Int4Weight,
     Mxfp4Weight,
     Norm,
     QuantizedWeight,
@@ -158,6 +158,9 @@ class TorchKernels:
         total = x.double() @ dense.t() + (0.0 if bias is None else bias.double())
         out.copy_(total * scale)
 
+    def dequantize(self, weight: QuantizedWeight, out: torch.Tensor) -> None:
+        out.copy_(_dense(weight, *weight.tensors))
+
     def product(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scale: float, out: torch.Tensor
     ) -> None:
@@ -258,16 +261,23 @@ def _low_rank(x: torch.Tensor, matrices: SlotMatrices, slot: int) -> torch.Tenso
 
 def _dense(weight: StackedWeight, numbers: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
     """Return the float64 weights that ``numbers`` and ``rest`` of one matrix represent."""
-    columns = torch.arange(weight.in_features)
-    if not isinstance(weight, Int4Weight | Mxfp4Weight):
-        return numbers.double() * rest[0].t()[:, columns // weight.width].double()
-    byte = columns // (2 * weight.half) * weight.half + columns % weight.half
-    levels = (numbers[:, byte] >> (4 * (columns // weight.half % 2))) % 16
+    columns, is_float8 = torch.arange(weight.in_features), isinstance(weight, Float8Weight)
+    tile = (2 if is_float8 else 4) * weight.part
+    bits = numbers[:, columns // tile * weight.part + columns % weight.part].int()
+    nth = (columns % tile // weight.part).expand_as(bits)
+    factors = rest[-1].t()[:, columns // weight.width]
+    if is_float8:
+        first = (bits >> 8) & 0x80 | (bits >> 4) & 0x7F
+        second = (bits >> 4) & 0x80 | (bits >> 8) & 0x70 | bits & 0x0F
+        codes = torch.where(nth == 0, first, second).to(torch.uint8)
+        return codes.view(torch.float8_e4m3fn).double() * factors.double()
     if isinstance(weight, Mxfp4Weight):
-        powers = torch.pow(2.0, rest[0].t().double() - 127)
-        return E2M1[levels.long()] * powers[:, columns // 32]
-    zeros, scales = (part.t()[:, columns // weight.width].double() for part in rest)
-    return (levels - zeros) * scales
+        signs, last = torch.tensor([15, 12, 9, 14]), (bits >> 11) & 4 | (bits >> 10) & 3
+        size = torch.stack([(bits >> 6) & 7, (bits >> 3) & 7, bits & 7, last]).gather(0, nth[None])[0]
+        codes = (bits >> signs[nth]) % 2 * 8 + size
+        return E2M1[codes.long()] * torch.pow(2.0, factors.double() - 127)
+    zeros = rest[0].t()[:, columns // weight.width].double()
+    return ((bits >> (4 * nth)) % 16 - zeros) * factors.double()
 
 
 def _multiply(

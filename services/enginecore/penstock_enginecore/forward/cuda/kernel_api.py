@@ -13,7 +13,8 @@ from penstock_enginecore.models.decoder_plan import Activation as Activation
 from penstock_enginecore.models.decoder_plan import ClampedGate as ClampedGate
 from penstock_enginecore.models.decoder_plan import Norm as Norm
 
-# Weights that stay quantized, in the kernels' layout. Experts' weights have an additional first dimension.
+# Weights that stay quantized, in the kernels' layout (``packing.py``). Experts' weights have an additional first
+# dimension.
 
 Kind = Literal["float8", "int4", "mxfp4"]
 """Format of a weight. Kernels choose their tile sizes by this format."""
@@ -24,20 +25,22 @@ class Float8Weight:
     """Weight of a linear layer in 8-bit floats.
 
     Attributes:
-        numbers: e4m3 ``[out_features, in_features]``.
+        numbers: int16 ``[out_features, in_features / 2]``, two e4m3 elements per word.
         scales: float32 ``[blocks, out_features]``, a factor for each row of each block of ``width`` columns.
         width: Number of columns of a block.
+        part: Distance between the two columns that share a word.
     """
 
     numbers: torch.Tensor
     scales: torch.Tensor
     width: int
+    part: int
     kind: Kind = "float8"
 
     @property
     def in_features(self) -> int:
         """Number of elements of an input row."""
-        return self.numbers.shape[-1]
+        return self.numbers.shape[-1] * 2
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -46,7 +49,7 @@ class Float8Weight:
 
     def to(self, device: torch.device) -> "Float8Weight":
         """Return the weight on ``device``."""
-        return Float8Weight(self.numbers.to(device), self.scales.to(device), self.width)
+        return Float8Weight(self.numbers.to(device), self.scales.to(device), self.width, self.part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,25 +58,21 @@ class Int4Weight:
     its scale.
 
     Attributes:
-        numbers: uint8 ``[out_features, in_features / 2]``, two levels per byte. In each group of ``2 * half`` columns,
-            the first ``half`` columns are in the lower bits.
+        numbers: int16 ``[out_features, words]``, four levels per word.
         zeros: uint8 ``[blocks, out_features]``, the zero point for each row of each block of ``width`` columns.
         scales: ``[blocks, out_features]``, the scale for each row of each block of ``width`` columns.
         width: Number of columns of a block.
-        half: Distance between the two columns that share a byte.
+        part: Distance between neighbours of the four columns that share a word.
+        in_features: Number of elements of an input row.
     """
 
     numbers: torch.Tensor
     zeros: torch.Tensor
     scales: torch.Tensor
     width: int
-    half: int
+    part: int
+    in_features: int
     kind: Kind = "int4"
-
-    @property
-    def in_features(self) -> int:
-        """Number of elements of an input row."""
-        return self.numbers.shape[-1] * 2
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -83,7 +82,7 @@ class Int4Weight:
     def to(self, device: torch.device) -> "Int4Weight":
         """Return the weight on ``device``."""
         numbers, zeros, scales = (tensor.to(device) for tensor in self.tensors)
-        return Int4Weight(numbers, zeros, scales, self.width, self.half)
+        return Int4Weight(numbers, zeros, scales, self.width, self.part, self.in_features)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,21 +90,18 @@ class Mxfp4Weight:
     """Weight of all experts in 4-bit floats (e2m1), with one exponent per row of each block of 32 columns.
 
     Attributes:
-        numbers: uint8 ``[experts, out_features, in_features / 2]``, two elements per byte, arranged as in ``Int4Weight``.
+        numbers: int16 ``[experts, out_features, words]``, four elements per word.
         exponents: uint8 ``[experts, in_features / 32, out_features]``. The factor is 2 to the power of the exponent minus 127.
-        half: Distance between the two columns that share a byte.
+        part: Distance between neighbours of the four columns that share a word.
+        in_features: Number of elements of an input row.
     """
 
     numbers: torch.Tensor
     exponents: torch.Tensor
-    half: int
+    part: int
+    in_features: int
     kind: Kind = "mxfp4"
     width: int = 32
-
-    @property
-    def in_features(self) -> int:
-        """Number of elements of an input row."""
-        return self.numbers.shape[-1] * 2
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -114,7 +110,7 @@ class Mxfp4Weight:
 
     def to(self, device: torch.device) -> "Mxfp4Weight":
         """Return the weight on ``device``."""
-        return Mxfp4Weight(self.numbers.to(device), self.exponents.to(device), self.half)
+        return Mxfp4Weight(self.numbers.to(device), self.exponents.to(device), self.part, self.in_features)
 
 
 QuantizedWeight = Float8Weight | Int4Weight

@@ -10,6 +10,15 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from penstock_enginecore.forward.cuda.kernel_api import Float8Weight, Int4Weight, QuantizedWeight
+from penstock_enginecore.forward.cuda.packing import (
+    MIN_PART,
+    PackedFloat8,
+    float8_part,
+    pack_float8,
+    pack_int4,
+    part_of_4_bits,
+    power_of_two,
+)
 from penstock_enginecore.models.decoder_plan import Linear as Linear
 from penstock_enginecore.models.errors import UnsuitableError
 from penstock_enginecore.models.quantization.awq_gptq import Awq, Gptq, Packed
@@ -67,10 +76,6 @@ class Product(Held, Protocol):
 
 # Matrix products whose weights stay quantized in memory.
 
-_MIN_WIDTH = 16
-"""Number of columns that a tensor core instruction multiplies."""
-_MAX_HALF = 64
-
 
 def keeps(scheme: Scheme) -> bool:
     """Return whether matrix products support weights with the quantization ``scheme``, for linear layers and experts.
@@ -79,17 +84,30 @@ def keeps(scheme: Scheme) -> bool:
     """
     if isinstance(scheme, Mxfp4):
         return True
+    if isinstance(scheme, PackedFloat8):
+        return True
     if isinstance(scheme, Float8):
         width = 0 if isinstance(scheme.granularity, str) else scheme.granularity[1]
-        return width == 0 or (width >= _MIN_WIDTH and width & (width - 1) == 0)
+        return width == 0 or power_of_two(width) == width >= MIN_PART
     if isinstance(scheme, Gptq | Packed) and (scheme.bits != 4 or scheme.act_order):
         return False
-    return isinstance(scheme, Awq | Gptq | Packed) and (scheme.group_size < 0 or _half(scheme.group_size) >= _MIN_WIDTH)
+    return isinstance(scheme, Awq | Gptq | Packed) and (
+        scheme.group_size < 0 or power_of_two(scheme.group_size) >= MIN_PART
+    )
+
+
+MANY_ROWS = 512
+"""Number of rows from which a product dequantizes its weight. Then each converted element is used so often that torch's
+products of 16-bit weights are faster than products that convert the weight in each tile of rows.
+"""
 
 
 class QuantizedProduct(Held):
     """Matrix product with quantized weights, by the project's kernels. The methods do the same as the methods of
     ``Dense``.
+
+    Products of at least ``MANY_ROWS`` rows with 16-bit elements dequantize the whole weight to temporary memory, and
+    multiply by torch. Batch-invariant products never do so.
     """
 
     def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None, kernels: "TritonKernels") -> None:
@@ -111,10 +129,28 @@ class QuantizedProduct(Held):
         return [*self._weight.tensors, *([] if self.bias is None else [self.bias])]
 
     def product(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        self._kernels.quantized_product(x, self._weight, None, 1.0, out)
+        dense = self._dense(x)
+        if dense is not None:
+            dense.product(x, out)
+        else:
+            self._kernels.quantized_product(x, self._weight, None, 1.0, out)
 
     def affine(self, x: torch.Tensor, out: torch.Tensor, scale: float = 1.0) -> None:
-        self._kernels.quantized_product(x, self._weight, self.bias, scale, out)
+        dense = self._dense(x)
+        if dense is not None:
+            dense.affine(x, out, scale)
+        else:
+            self._kernels.quantized_product(x, self._weight, self.bias, scale, out)
+
+    def _dense(self, x: torch.Tensor) -> "Dense | None":
+        """Return a product with the dequantized weight if ``x`` has many rows, otherwise None. Each call allocates the
+        memory of the dequantized weight, so that CUDA graphs can capture the call.
+        """
+        if len(x) < MANY_ROWS or x.dtype == torch.float32 or self._kernels.batch_invariant:
+            return None
+        weight = x.new_empty(self.out_features, self.in_features)
+        self._kernels.dequantize(self._weight, weight)
+        return Dense(weight, self.bias)
 
     def to(self, device: torch.device) -> None:
         self._weight = self._weight.to(device)
@@ -129,14 +165,14 @@ def quantized_product(
 ) -> QuantizedProduct:
     """Return one matrix product with the rows of all ``linears``, in order.
 
-    8-bit floats are stored once: the layers' weights become views of the joined weight. 4-bit levels are repacked, so a
-    second copy exists until the layers' own tensors are freed. Raises UnsuitableError if the quantizations of the
-    layers differ or are not supported.
+    8-bit floats are stored once: they are rearranged in their own memory, and the layers' weights become views of the
+    joined weight. 4-bit levels are repacked, so a second copy exists until the layers' own tensors are freed. Raises
+    UnsuitableError if the quantizations of the layers differ or are not supported.
     """
     schemes = {linear.scheme for linear in linears}
     scheme = next(iter(schemes))
     if len(schemes) == 1 and keeps(scheme):
-        if isinstance(scheme, Float8):
+        if isinstance(scheme, Float8 | PackedFloat8):
             return QuantizedProduct(_float8(linears, scheme), bias, kernels)
         if isinstance(scheme, Awq | Gptq | Packed):
             return QuantizedProduct(joined([int4_weight(linear.tensors, scheme) for linear in linears]), bias, kernels)
@@ -144,34 +180,58 @@ def quantized_product(
     raise UnsuitableError(f"quantized weights of type {named} are not supported")
 
 
-def _float8(linears: Sequence[QuantizedLinear], scheme: Float8) -> Float8Weight:
+def _float8(linears: Sequence[QuantizedLinear], scheme: Float8 | PackedFloat8) -> Float8Weight:
     found = [scheme.by_rows(linear.tensors) for linear in linears]
-    numbers = linears[0].tensors[""].data
+    width, numbers = found[0][1], linears[0].tensors[""].data
     if len(linears) > 1:
         numbers = torch.cat([linear.tensors[""] for linear in linears])
-        start = 0
-        for linear in linears:
-            linear.replace("", numbers[start : start + linear.out_features])
-            start += linear.out_features
-    return Float8Weight(numbers, torch.cat([scales for scales, _ in found], dim=1), found[0][1])
+    numbers, packed = packed_float8(scheme, numbers, width)
+    start = 0
+    for linear in linears:
+        linear.replace("", numbers[start : start + linear.out_features])
+        linear.scheme = packed
+        start += linear.out_features
+    return Float8Weight(numbers, torch.cat([scales for scales, _ in found], dim=1), width, packed.part)
+
+
+def packed_float8(
+    scheme: Float8 | PackedFloat8, numbers: torch.Tensor, width: int
+) -> tuple[torch.Tensor, PackedFloat8]:
+    """Return the elements ``[..., columns]`` in the kernels' layout and their scheme. The elements are rearranged in
+    their own memory. ``width`` is the number of columns that share a scale.
+
+    Raises UnsuitableError if the kernels cannot multiply the weight.
+    """
+    if isinstance(scheme, PackedFloat8):
+        return numbers, scheme
+    columns = numbers.shape[-1]
+    part = float8_part(columns, width)
+    if part < MIN_PART:
+        raise UnsuitableError(
+            f"{scheme.name} weights with {columns} columns are not supported; the number must be a multiple of "
+            f"{2 * MIN_PART}"
+        )
+    try:
+        return pack_float8(numbers, part), PackedFloat8(scheme, part)
+    except ValueError as e:
+        raise UnsuitableError(f"{scheme.name} weights are not supported: {e}") from e
 
 
 def int4_weight(tensors: Mapping[str, torch.Tensor], scheme: Awq | Gptq | Packed) -> Int4Weight:
-    """Return a 4-bit weight with two levels per byte. Raises UnsuitableError if the checkpoint reorders columns, or if
+    """Return a 4-bit weight in the kernels' layout. Raises UnsuitableError if the checkpoint reorders columns, or if
     the number of columns is not supported.
     """
     found = scheme.integers(tensors)
-    rows, columns = found.levels.shape
+    columns = found.levels.shape[1]
     width = columns if scheme.group_size < 0 else scheme.group_size
-    half = _half(width)
+    part = part_of_4_bits(columns, width)
     in_order = torch.arange(columns, device=found.groups.device) // width
-    if columns % (2 * half) or half < _MIN_WIDTH or not torch.equal(found.groups, in_order):
+    if part < MIN_PART or not torch.equal(found.groups, in_order):
         raise UnsuitableError(
             f"{scheme.name} weights with {columns} columns, or with reordered columns, are not supported"
         )
-    lower, upper = found.levels.view(rows, columns // (2 * half), 2, half).unbind(2)
-    numbers = (lower | upper << 4).view(rows, columns // 2)
-    return Int4Weight(numbers, found.zeros.t().to(torch.uint8).contiguous(), found.scales.t().contiguous(), width, half)
+    zeros, scales = found.zeros.t().to(torch.uint8).contiguous(), found.scales.t().contiguous()
+    return Int4Weight(pack_int4(found.levels, part), zeros, scales, width, part, columns)
 
 
 def joined(weights: Sequence[Int4Weight]) -> Int4Weight:
@@ -179,14 +239,8 @@ def joined(weights: Sequence[Int4Weight]) -> Int4Weight:
     numbers = torch.cat([weight.numbers for weight in weights])
     zeros = torch.cat([weight.zeros for weight in weights], dim=1)
     scales = torch.cat([weight.scales for weight in weights], dim=1)
-    return Int4Weight(numbers, zeros, scales, weights[0].width, weights[0].half)
-
-
-def _half(width: int) -> int:
-    """Return the distance between the two columns that share a byte: the largest power of two whose double divides
-    ``width``, at most 64.
-    """
-    return min(_MAX_HALF, (width & -width) // 2)
+    first = weights[0]
+    return Int4Weight(numbers, zeros, scales, first.width, first.part, first.in_features)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,8 @@ from penstock_enginecore.forward.cuda.kernel_api import (
     Routing,
     StackedWeight,
 )
-from penstock_enginecore.forward.cuda.linear import Held, Product, int4_weight, joined, keeps, merged
+from penstock_enginecore.forward.cuda.linear import Held, Product, int4_weight, joined, keeps, merged, packed_float8
+from penstock_enginecore.forward.cuda.packing import PackedFloat8, pack_e2m1, part_of_4_bits, words_of_4_bits
 from penstock_enginecore.models.decoder_plan import ClampedGate, ExpertsPlan, MLPPlan, OtherMixture
 from penstock_enginecore.models.errors import UnsuitableError
 from penstock_enginecore.models.quantization.awq_gptq import Awq, Gptq, Packed
@@ -56,7 +57,8 @@ def routing_of(plan: ExpertsPlan, scale: float) -> Routing:
 
 # Matrix products of experts: each expert's rows times the expert's weight. Each call allocates its output.
 
-_MXFP4_HALF = 32
+_MXFP4_BLOCK = 32
+"""Number of columns that share a scale."""
 
 
 _LIBRARY_ROWS = 64
@@ -231,14 +233,15 @@ def grouped(
 def _stacked(stack: QuantizedStack) -> StackedWeight:
     """Return the weight of all experts in the kernels' layout.
 
-    8-bit floats are stored once: the weights of the projections become views of the joined weight. 4-bit elements are
-    repacked, so a second copy exists until the tensors of the model's module are freed.
+    8-bit floats are stored once: they are rearranged in their own memory, and the weights of the projections become
+    views of the joined weight. 4-bit elements are repacked, so a second copy exists until the tensors of the model's
+    module are freed.
     """
     scheme = stack.scheme
     if keeps(scheme) and stack.merged == isinstance(scheme, Mxfp4):
         if isinstance(scheme, Mxfp4):
             return _mxfp4(stack.projections[0])
-        if isinstance(scheme, Float8):
+        if isinstance(scheme, Float8 | PackedFloat8):
             return _float8(stack, scheme)
         if isinstance(scheme, Awq | Gptq | Packed):
             count = len(next(iter(stack.projections[0].values())))
@@ -247,7 +250,7 @@ def _stacked(stack: QuantizedStack) -> StackedWeight:
     raise UnsuitableError(f"quantized experts' weights of type {scheme.name} are not supported")
 
 
-def _float8(stack: QuantizedStack, scheme: Float8) -> Float8Weight:
+def _float8(stack: QuantizedStack, scheme: Float8 | PackedFloat8) -> Float8Weight:
     numbers = stack.projections[0][""].data
     count, width, scales = len(numbers), 0, []
     for expert in range(count):
@@ -256,29 +259,33 @@ def _float8(stack: QuantizedStack, scheme: Float8) -> Float8Weight:
         width = found[0][1]
     if len(stack.projections) > 1:
         numbers = torch.cat([each[""] for each in stack.projections], dim=1)
-        start = 0
-        for i, each in enumerate(stack.projections):
-            end = start + each[""].shape[1]
-            stack.replace(i, "", numbers[:, start:end])
-            start = end
-    return Float8Weight(numbers, torch.stack(scales), width)
+    numbers, packed = packed_float8(scheme, numbers, width)
+    start = 0
+    for i, each in enumerate(stack.projections):
+        end = start + each[""].shape[1]
+        stack.replace(i, "", numbers[:, start:end])
+        start = end
+    stack.scheme = packed
+    return Float8Weight(numbers, torch.stack(scales), width, packed.part)
 
 
 def _int4(weights: list[Int4Weight]) -> Int4Weight:
     """Return one weight that stacks the ``weights`` of all experts."""
     numbers, zeros, scales = (torch.stack(parts) for parts in zip(*(each.tensors for each in weights), strict=True))
-    return Int4Weight(numbers, zeros, scales, weights[0].width, weights[0].half)
+    first = weights[0]
+    return Int4Weight(numbers, zeros, scales, first.width, first.part, first.in_features)
 
 
 def _mxfp4(tensors: dict[str, torch.Tensor]) -> Mxfp4Weight:
     blocks, scales = tensors["_blocks"], tensors["_scales"]
     experts, out_features, count, _ = blocks.shape
-    half = _MXFP4_HALF if count % 2 == 0 else _MXFP4_HALF // 2
-    numbers = blocks.new_empty(experts, out_features, count * _MXFP4_HALF // 2)
+    columns = count * _MXFP4_BLOCK
+    part = part_of_4_bits(columns, _MXFP4_BLOCK)
+    numbers = blocks.new_empty(experts, out_features, words_of_4_bits(columns, part), dtype=torch.int16)
     for packed, target in zip(blocks, numbers, strict=True):
-        codes = torch.stack([packed & 15, packed >> 4], dim=-1).view(out_features, -1, 2, half)
-        target.copy_((codes[:, :, 0] | codes[:, :, 1] << 4).view(out_features, -1))
-    return Mxfp4Weight(numbers, scales.transpose(1, 2).contiguous(), half)
+        codes = torch.stack([packed & 15, packed >> 4], dim=-1).view(out_features, columns)
+        target.copy_(pack_e2m1(codes, part))
+    return Mxfp4Weight(numbers, scales.transpose(1, 2).contiguous(), part, columns)
 
 
 class MLP(Protocol):

@@ -47,6 +47,7 @@ class TritonKernels:
     route = staticmethod(mixture.route)
     align = staticmethod(mixture.align)
     weighted_sum = staticmethod(mixture.weighted_sum)
+    dequantize = staticmethod(quantized.dequantize)
     add_low_rank = staticmethod(lora.add_low_rank)
 
     def __init__(self, *, batch_invariant: bool = False) -> None:

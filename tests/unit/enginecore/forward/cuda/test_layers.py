@@ -87,7 +87,7 @@ def test_weights_are_counted_once(tmp_path: Path) -> None:
 
 
 def test_quantized_weights_stay_so_but_those_between_the_latent_and_heads(tmp_path: Path) -> None:
-    save_quantized_model("deepseek_v3", "fbgemm", tmp_path, hidden_size=64)
+    save_quantized_model("deepseek_v3", "fbgemm", tmp_path, hidden_size=64, q_lora_rank=32, v_head_dim=16)
     probed = load_probed(tmp_path, keeps)
     proven = prove(probed, lambda: FusedForward(probed, TorchKernels()))
     assert proven.serves is not None, proven.reasons

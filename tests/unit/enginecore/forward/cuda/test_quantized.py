@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from penstock_enginecore.forward.cuda.decoder import FusedForward
-from penstock_enginecore.forward.cuda.linear import QuantizedProduct, empty, keeps, merged
+from penstock_enginecore.forward.cuda.linear import MANY_ROWS, QuantizedProduct, empty, keeps, merged
 from penstock_enginecore.models.errors import UnsuitableError
 from penstock_enginecore.models.quantization.awq_gptq import Awq, Gptq, Packed
 from penstock_enginecore.models.quantization.float8 import Float8
@@ -50,6 +50,34 @@ def test_a_product_is_those_of_the_layers_one_after_the_other(form: str, bias: b
     torch.testing.assert_close(out, expected - (product.bias if product.bias is not None else 0))
     product.to(torch.device("cpu"))
     assert torch.equal(torch.cat([linear(x) for linear in linears], dim=1), expected)
+
+
+@pytest.mark.parametrize("form", ["fp8-blocks", "awq"])
+@torch.inference_mode()
+def test_products_of_many_rows_use_a_dense_weight(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    linears, kernels = layers(form, bias=True), TorchKernels()
+    product = merged(linears, kernels)
+    shapes: list[torch.Size] = []
+    dequantize = kernels.dequantize
+    monkeypatch.setattr(kernels, "dequantize", lambda weight, out: (shapes.append(out.shape), dequantize(weight, out)))
+    for dtype, rows, invariant in (
+        (torch.bfloat16, MANY_ROWS - 1, False),
+        (torch.bfloat16, MANY_ROWS, False),
+        (torch.float32, MANY_ROWS, False),
+        (torch.bfloat16, MANY_ROWS, True),
+    ):
+        kernels.batch_invariant = invariant
+        assert product.bias is not None
+        product.bias.data = product.bias.data.to(dtype)
+        x, out = torch.randn(rows, COLUMNS).to(dtype), torch.empty(2, rows, 96, dtype=dtype)
+        expected = torch.cat([linear.scheme.dequantize(linear.tensors, torch.float32) for linear in linears])
+        product.affine(x, out[0], 0.5)
+        product.product(x, out[1])
+        plain = x.float() @ expected.t()
+        tolerance = 0.1 if dtype == torch.bfloat16 else 1e-4
+        torch.testing.assert_close(out[1].float(), plain, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(out[0].float(), (plain + product.bias.float()) / 2, rtol=tolerance, atol=tolerance)
+    assert shapes == [torch.Size([96, COLUMNS])] * 2
 
 
 @torch.inference_mode()
@@ -101,7 +129,8 @@ def test_weights_that_no_product_takes_are_refused(forms: tuple[str, ...], named
         (Float8((8, 8), "_scale_inv"), False),
         (Awq(128), True),
         (Awq(96), True),
-        (Awq(16), False),
+        (Awq(16), True),
+        (Awq(8), False),
         (Awq(-1), True),
         (Gptq(4, 128, 1), True),
         (Gptq(4, 128, 1, act_order=True), False),

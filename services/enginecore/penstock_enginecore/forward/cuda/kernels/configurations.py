@@ -83,16 +83,14 @@ class Latent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Product(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Configuration of a matrix product of up to ``rows`` rows with weights of ``bits`` bits per element.
 
-    A program with ``warps`` warps computes ``block_m`` rows of ``block_n`` output features. The program multiplies
-    ``block_k`` columns at a time, and loads ``stages`` tiles ahead. For 4-bit weights the layout of the weight
-    determines the number of columns.
+    A program with ``warps`` warps computes ``block_m`` rows of ``block_n`` output features, and loads ``stages`` tiles
+    ahead. The layout of the weight determines the number of columns of a tile.
     """
 
     rows: int
     bits: int
     block_m: int
     block_n: int
-    block_k: int
     warps: int
     stages: int
 
@@ -100,15 +98,12 @@ class Product(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ExpertTiles(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Configuration of the matrix products of experts, for weights of a ``kind`` and up to ``rows`` rows per expert on
     average. The other fields are as in ``Product``.
-
-    For 4-bit weights the layout of the weight determines the number of columns, and ``block_k`` is ignored.
     """
 
     kind: Kind
     rows: int
     block_m: int
     block_n: int
-    block_k: int
     warps: int
     stages: int
 
@@ -220,12 +215,11 @@ def product_tiles(rows: int, bits: int, device: str = "", *, invariant: bool = F
     """Return the smallest tiles that are large enough for ``rows`` rows and weights of ``bits`` bits per element, or
     the largest tiles if all are too small.
 
-    If ``invariant`` is true, sums have the same order for any number of rows, see ``INVARIANT_ROWS``.
+    If ``invariant`` is true, return the same tiles for any number of rows, so that sums have the same order.
     """
     fit = [one for one in load_tuned(device).products if one.bits == bits]
     if invariant:
-        one = next(one for one in fit if one.block_m == INVARIANT_ROWS)
-        return msgspec.structs.replace(one, **_rows_and_warps(rows))
+        return next(one for one in fit if one.block_m == INVARIANT_ROWS)
     return next((one for one in fit if rows <= one.rows), fit[-1])
 
 
@@ -234,8 +228,7 @@ def expert_tiles(rows: int, kind: Kind, device: str = "", *, invariant: bool = F
     """Return tiles for ``rows`` rows per expert on average and weights of ``kind``, like ``product_tiles``."""
     fit = [one for one in load_tuned(device).experts if one.kind == kind]
     if invariant:
-        one = next(one for one in fit if one.block_m == INVARIANT_ROWS)
-        return msgspec.structs.replace(one, **_rows_and_warps(rows))
+        return next(one for one in fit if one.block_m == INVARIANT_ROWS)
     return next((one for one in fit if rows <= one.rows), fit[-1])
 
 

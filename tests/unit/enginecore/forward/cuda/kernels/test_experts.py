@@ -1,5 +1,6 @@
 """Grouped products with experts' quantized weights against float64, and a row's bits alone and among others."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -15,10 +16,12 @@ from penstock_enginecore.forward.cuda.kernel_api import (
     Mxfp4Weight,
     StackedWeight,
 )
+from penstock_enginecore.forward.cuda.packing import float8_part, pack_e2m1, pack_float8, part_of_4_bits
+from penstock_enginecore.forward.cuda.packing import words_of_4_bits as words
 from tests.fakes.models.interpreted_kernels import interpreted, sum_in_order
 from tests.fakes.models.torch_kernels import E2M1, TorchKernels
 
-experts = interpreted("quantized")
+experts, conversions = interpreted("quantized"), interpreted("conversions")
 configurations = interpreted("configurations")
 Make = Callable[[int, int, int], StackedWeight]
 
@@ -31,7 +34,8 @@ def by_blocks(count: int, out_features: int, in_features: int, width: int = 32) 
     random = generator(count, out_features, in_features)
     numbers = torch.randn(count, out_features, in_features, generator=random).to(torch.float8_e4m3fn)
     scales = torch.rand(count, -(-in_features // width), out_features, generator=random) + 0.1
-    return Float8Weight(numbers, scales, width)
+    part = float8_part(in_features, width)
+    return Float8Weight(pack_float8(numbers, part), scales, width, part)
 
 
 def by_row(count: int, out_features: int, in_features: int) -> Float8Weight:
@@ -41,16 +45,20 @@ def by_row(count: int, out_features: int, in_features: int) -> Float8Weight:
 def of_4_bits(count: int, out_features: int, in_features: int) -> Int4Weight:
     random = generator(count, out_features, in_features)
     shape = count, in_features // 32, out_features
-    numbers = torch.randint(256, (count, out_features, in_features // 2), generator=random, dtype=torch.uint8)
+    part = part_of_4_bits(in_features, 32)
+    levels = count, out_features, words(in_features, part)
+    numbers = torch.randint(-0x8000, 0x8000, levels, generator=random, dtype=torch.int16)
     zeros = torch.randint(17, shape, generator=random, dtype=torch.uint8)
-    return Int4Weight(numbers, zeros, (torch.rand(shape, generator=random) * 0.1 + 0.01).half(), 32, 16)
+    return Int4Weight(numbers, zeros, (torch.rand(shape, generator=random) * 0.1 + 0.01).half(), 32, part, in_features)
 
 
 def of_4_bit_floats(count: int, out_features: int, in_features: int) -> Mxfp4Weight:
     random = generator(count, out_features, in_features)
-    numbers = torch.randint(256, (count, out_features, in_features // 2), generator=random, dtype=torch.uint8)
+    part = part_of_4_bits(in_features, 32)
+    codes = count, out_features, words(in_features, part)
+    numbers = torch.randint(-0x8000, 0x8000, codes, generator=random, dtype=torch.int16)
     exponents = torch.randint(121, 129, (count, in_features // 32, out_features), generator=random, dtype=torch.uint8)
-    return Mxfp4Weight(numbers, exponents, 16 if in_features % 64 else 32)
+    return Mxfp4Weight(numbers, exponents, part, in_features)
 
 
 KINDS: list[Make] = [by_blocks, by_row, of_4_bits, of_4_bit_floats]
@@ -119,16 +127,34 @@ def test_rows_are_gathered_activated_and_scattered(make: Make, activation: Any) 
 
 def test_4_bits_mean_the_sixteen_numbers_of_the_format_and_their_powers() -> None:
     codes = torch.arange(16, dtype=torch.uint8)
-    numbers = torch.zeros(1, 16, 16, dtype=torch.uint8)
-    numbers[0, :, 0] = codes | codes.flip(0) << 4
-    x = torch.zeros(2, 32)
-    x[0, 0] = x[1, 16] = 1.0
+    columns = torch.zeros(16, 64, dtype=torch.uint8)
+    columns[:, ::16] = torch.stack([codes, codes.flip(0), codes.roll(5), codes.roll(11)], dim=1)
+    numbers = pack_e2m1(columns, 16)[None]
+    x = torch.zeros(4, 64)
+    x[range(4), range(0, 64, 16)] = 1.0
     for exponent in (1, 126, 127, 128, 250):
-        weight = Mxfp4Weight(numbers, torch.full((1, 1, 16), exponent, dtype=torch.uint8), 16)
-        out = torch.empty(2, 16)
-        experts.quantized_grouped_product(x, weight, None, torch.tensor([2], dtype=torch.int32), out)
-        expected = torch.stack([E2M1, E2M1.flip(0)]) * 2.0 ** (exponent - 127)
+        weight = Mxfp4Weight(numbers, torch.full((1, 2, 16), exponent, dtype=torch.uint8), 16, 64)
+        out = torch.empty(4, 16)
+        experts.quantized_grouped_product(x, weight, None, torch.tensor([4], dtype=torch.int32), out)
+        expected = E2M1[columns[:, ::16].long()].t() * 2.0 ** (exponent - 127)
         assert torch.equal(out.double(), expected)
+
+
+@pytest.mark.parametrize("columns", [96, 128])
+@pytest.mark.parametrize("make", [by_blocks, by_row, of_4_bits])
+def test_a_weight_is_dequantized(make: Make, columns: int) -> None:
+    stacked = make(1, 35, columns)
+    weight = dataclasses.replace(
+        stacked, numbers=stacked.numbers[0], scales=stacked.scales[0],
+        **({"zeros": stacked.zeros[0]} if isinstance(stacked, Int4Weight) else {}),
+    )  # fmt: skip
+    memory, expected = torch.full((36, columns), torch.nan), torch.empty(35, columns)
+    experts.dequantize(weight, memory[:35])
+    TorchKernels().dequantize(weight, expected)
+    torch.testing.assert_close(memory[:35], expected, rtol=1e-6, atol=0)
+    assert bool(memory[35].isnan().all())
+    with pytest.raises(ValueError, match=rf"\[35, 32\] does not fit a weight of 35 rows of {columns} columns"):
+        experts.dequantize(weight, torch.empty(35, 32))
 
 
 def test_the_decoder_launches_it() -> None:
@@ -165,24 +191,11 @@ def test_a_row_has_the_same_bits_alone_and_among_others(make: Make, monkeypatch:
     assert changed_bits(make) == 0
 
 
-def test_columns_that_are_cut_by_the_number_of_rows_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    sum_in_order(monkeypatch)
-    real = configurations.expert_tiles
-
-    def by_rows(rows: int, kind: str, device: str, *, invariant: bool) -> Any:
-        assert invariant
-        tiles = real(rows, kind, device, invariant=True)
-        return configurations.msgspec.structs.replace(tiles, block_k=16 if rows < 8 else 64)
-
-    monkeypatch.setattr(experts, "expert_tiles", by_rows)
-    assert changed_bits(by_row) > 0
-
-
 @pytest.mark.parametrize("kind", ["float8", "int4", "mxfp4"])
 def test_what_sums_depend_on_follows_from_the_weight_alone(kind: Any) -> None:
     tiles = [configurations.expert_tiles(rows, kind, invariant=True) for rows in (1, 64, 65, 5000)]
-    assert len({(one.block_n, one.block_k) for one in tiles}) == 1
-    assert [(one.block_m, one.warps) for one in tiles] == [(64, 4)] * 2 + [(128, 8)] * 2
+    assert len(set(tiles)) == 1
+    assert tiles[0].block_m == configurations.INVARIANT_ROWS
 
 
 def without_the_expert(real: Any) -> Any:
@@ -203,8 +216,8 @@ def a_row_late(real: Any) -> Any:
     return find
 
 
-def nibbles_exchanged(real: Any) -> Any:
-    return lambda codes: real((codes >> 4) | (codes << 4))
+def next_element(real: Any) -> Any:
+    return lambda words, part: real(words, (part + 1) % 4)
 
 
 def without_signs(real: Any) -> Any:
@@ -212,7 +225,7 @@ def without_signs(real: Any) -> Any:
 
 
 def doubled(real: Any) -> Any:
-    return lambda exponent: real(exponent) * 2.0
+    return lambda exponents, packed: real(exponents, packed) * 2.0
 
 
 @pytest.mark.parametrize(
@@ -220,14 +233,15 @@ def doubled(real: Any) -> Any:
     [
         ("find_rows", without_the_expert),
         ("find_rows", a_row_late),
-        ("e2m1", nibbles_exchanged),
+        ("e2m1_code", next_element),
         ("e2m1", without_signs),
-        ("_power", doubled),
+        ("beside_mxfp4", doubled),
     ],
 )
 def test_a_broken_index_nibble_sign_or_scale_is_seen(name: str, mutation: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     check(of_4_bit_floats, [2, 3], 0, (8, 64), torch.float32, biased=True)
-    monkeypatch.setattr(experts, name, mutation(getattr(experts, name)))
+    module = conversions if name.startswith("e2m1") else experts
+    monkeypatch.setattr(module, name, mutation(getattr(module, name)))
     with pytest.raises(AssertionError, match="not close"):
         check(of_4_bit_floats, [2, 3], 0, (8, 64), torch.float32, biased=True)
 
@@ -248,17 +262,20 @@ def test_no_rows() -> None:
         ({"ends": torch.zeros(3, dtype=torch.int32)}, r"`ends` has shape \[3\], but there are 2 experts"),
         ({"bias": torch.zeros(2, 7)}, r"`bias` has shape \[2, 7\], but 2 experts have 8 rows each"),
         ({"out": torch.zeros(8, 3).t()}, "contiguous"),
-        ({"weight": by_blocks(2, 8, 64, 24)}, "blocks have 24 columns"),
         (
-            {"weight": Int4Weight(*of_4_bits(2, 8, 64).tensors, 32, 32)},
-            r"tiles of 2 \* 32 columns do not divide blocks of 32 columns in rows of 64 columns",
+            {"weight": Float8Weight(by_row(2, 8, 64).numbers, torch.zeros(2, 3, 8), 24, 16)},
+            "parts of 16 columns do not divide blocks of 24 columns",
         ),
         (
-            {"weight": Mxfp4Weight(*of_4_bit_floats(2, 8, 64).tensors, 64)},
-            r"tiles of 2 \* 64 columns do not divide blocks of 32 columns in rows of 64 columns",
+            {"weight": Int4Weight(*of_4_bits(2, 8, 64).tensors, 32, 32, 64)},
+            "16 words are not a row of 64 columns",
         ),
         (
-            {"weight": Float8Weight(by_row(2, 8, 64).numbers, torch.zeros(2, 3, 8), 64)},
+            {"weight": Mxfp4Weight(*of_4_bit_floats(2, 8, 64).tensors, 64, 64)},
+            "parts of 64 columns do not divide blocks of 32 columns",
+        ),
+        (
+            {"weight": Float8Weight(by_row(2, 8, 64).numbers, torch.zeros(2, 3, 8), 64, 32)},
             r"scales or zeros have shape \[2, 3, 8\]",
         ),
     ],

@@ -1,6 +1,7 @@
 """Batch-invariant kernels: products against float64, and of all the same bits alone and among others."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from penstock_enginecore.attention.base import AttentionParams
 from penstock_enginecore.forward.cuda.kernel_api import Float8Weight, Int4Weight, Norm
+from penstock_enginecore.forward.cuda.packing import float8_part, pack_float8
 from tests.fakes.models.interpreted_kernels import interpreted, sum_in_order
 from tests.fakes.models.torch_kernels import TorchKernels
 from tests.unit.enginecore.attention.test_backends import PARAMS, make_step
@@ -65,25 +67,30 @@ def grouped(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def of_8_bits(x: torch.Tensor) -> torch.Tensor:
-    weight = numbers(OUT, IN).to(torch.float8_e4m3fn)
+def weight_of_8_bits(width: int) -> Float8Weight:
+    part = float8_part(IN, width)
+    words = pack_float8(numbers(OUT, IN).to(torch.float8_e4m3fn), part)
+    return Float8Weight(words, numbers(-(-IN // width), OUT).abs(), width, part)
+
+
+def of_8_bits(x: torch.Tensor, *, invariant: bool = True) -> torch.Tensor:
     out = x.new_empty(len(x), OUT)
-    float8.quantized_product(x, Float8Weight(weight, numbers(2, OUT).abs(), 128), None, 1.0, out, invariant=True)
+    float8.quantized_product(x, weight_of_8_bits(128), None, 1.0, out, invariant=invariant)
     return out
 
 
 def of_8_bits_by_row(x: torch.Tensor) -> torch.Tensor:
-    weight = numbers(OUT, IN).to(torch.float8_e4m3fn)
     out = x.new_empty(len(x), OUT)
-    float8.quantized_product(x, Float8Weight(weight, numbers(1, OUT).abs(), IN), None, 1.0, out, invariant=True)
+    float8.quantized_product(x, weight_of_8_bits(IN), None, 1.0, out, invariant=True)
     return out
 
 
 def of_4_bits(x: torch.Tensor) -> torch.Tensor:
-    levels = torch.randint(256, (OUT, 64), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    generator = torch.Generator().manual_seed(0)
+    levels = torch.randint(-0x8000, 0x8000, (OUT, 32), generator=generator, dtype=torch.int16)
     zeros, scales = torch.full((2, OUT), 8, dtype=torch.uint8), numbers(2, OUT).abs()
     out = x.new_empty(len(x), OUT)
-    weight = Int4Weight(levels, zeros, scales, 64, 32)
+    weight = Int4Weight(levels, zeros, scales, 64, 32, 128)
     int4.quantized_product(x[:, :128].contiguous(), weight, None, 1.0, out, invariant=True)
     return out
 
@@ -133,15 +140,10 @@ def test_columns_that_are_cut_by_the_number_of_rows_are_seen(product: Any, monke
 
 
 @pytest.mark.usefixtures("in_order")
-def test_tiles_of_usual_quantized_products_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = float8.product_tiles
-
-    def usual(rows: int, bits: int, device: str, *, invariant: bool) -> Any:
-        assert invariant
-        return real(512 if rows > 8 else rows, bits, device)
-
-    monkeypatch.setattr(float8, "product_tiles", usual)
-    assert changed_bits(of_8_bits, numbers(MAX_ROWS, IN)) > 0
+def test_slices_of_usual_quantized_products_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(float8, "_FEWEST_TILES", 2)
+    assert changed_bits(functools.partial(of_8_bits, invariant=False), numbers(MAX_ROWS, IN)) > 0
+    assert changed_bits(of_8_bits, numbers(MAX_ROWS, IN)) == 0
 
 
 def attended(query_lens: list[int], params: AttentionParams, *, invariant: bool = True) -> torch.Tensor:
@@ -202,8 +204,8 @@ def test_a_programs_result_for_a_token_is_the_same_alone_and_in_a_batch(kernel: 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_what_sums_depend_on_follows_from_the_weight_alone(bits: int) -> None:
     tiles = [configurations.product_tiles(rows, bits, invariant=True) for rows in (1, 64, 65, 5000)]
-    assert len({(one.block_n, one.block_k) for one in tiles}) == 1
-    assert [(one.block_m, one.warps) for one in tiles] == [(64, 4)] * 2 + [(128, 8)] * 2
+    assert len(set(tiles)) == 1
+    assert tiles[0].block_m == configurations.INVARIANT_ROWS
     for features in (32, 8192, 8193, 300_000):
         dense_tiles = [configurations.invariant_tiles(rows, features, 2) for rows in (1, 64, 65, 5000)]
         assert len({(one.block_n, one.block_k) for one in dense_tiles}) == 1

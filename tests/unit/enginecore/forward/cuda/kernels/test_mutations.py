@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from penstock_enginecore.forward.cuda.kernel_api import Float8Weight, Int4Weight, Norm, RotaryTable, Routing
+from penstock_enginecore.forward.cuda.packing import pack_float8
 from tests.fakes.models.interpreted_kernels import interpreted
 from tests.fakes.models.torch_kernels import TorchKernels
 
@@ -24,22 +25,31 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def float8(module: Any) -> torch.Tensor:
-    weight = Float8Weight(random(37, 72).to(torch.float8_e4m3fn), random(3, 37).abs(), 32)
+    words = pack_float8(random(37, 96).to(torch.float8_e4m3fn), 16)
+    weight = Float8Weight(words, random(3, 37).abs(), 32, 16)
     out = torch.full((18, 37), NAN)
     call = module.quantized_product if module else TorchKernels().quantized_product
-    call(random(18, 72)[:17], weight, random(37), 0.5, out[:17])
+    call(random(18, 96)[:17], weight, random(37), 0.5, out[:17])
+    return out
+
+
+def float8_of_one_row(module: Any) -> torch.Tensor:
+    """Run a product that splits the columns into two slices."""
+    words = pack_float8(random(37, 256).to(torch.float8_e4m3fn), 16)
+    out = torch.full((2, 37), NAN)
+    call = module.quantized_product if module else TorchKernels().quantized_product
+    call(random(1, 256), Float8Weight(words, random(1, 37).abs(), 256, 16), random(37), 0.5, out[:1])
     return out
 
 
 def int4(module: Any) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
-    levels, zeros = (
-        torch.randint(top, shape, generator=generator, dtype=torch.uint8)
-        for top, shape in ((256, (37, 32)), (16, (2, 37)))
-    )
+    levels = torch.randint(-0x8000, 0x8000, (37, 32), generator=generator, dtype=torch.int16)
+    zeros = torch.randint(16, (4, 37), generator=generator, dtype=torch.uint8)
     out = torch.full((18, 37), NAN)
     call = module.quantized_product if module else TorchKernels().quantized_product
-    call(random(17, 64), Int4Weight(levels, zeros, random(2, 37).abs(), 32, 16), random(37), 0.5, out[:17])
+    weight = Int4Weight(levels, zeros, random(4, 37).abs(), 32, 16, 112)
+    call(random(18, 112)[:17], weight, random(37), 0.5, out[:17])
     return out
 
 
@@ -133,15 +143,18 @@ def before_attention(module: Any) -> torch.Tensor:
 
 MUTATIONS: dict[str, list[tuple[Run, str, str]]] = {
     "quantized": [
-        (float8, "(start // WIDTH) * out_features", "(start // WIDTH) * 0"),
-        (float8, "(start + k < in_features)", "(start + k < in_features + 1)"),
+        (float8, "table += block * out_features", "table += 0"),
+        (float8_of_one_row, "nth * tiles // SLICES,", "nth * tiles // SLICES + 1,"),
+        (float8_of_one_row, "nth * rows + row", "row"),
+        (float8_of_one_row, "(total * scale).to(out", "total.to(out"),
         (float8, "x, begin, rows, tl", "x, begin, rows - 1, tl"),
         (float8, "bias, scale, n_read", "bias, 1.0, n_read"),
-        (int4, "(both >> 4)", "(both & 15)"),
-        (int4, "start + HALF)", "start)"),
-        (int4, "(start // WIDTH) * out_features", "(start // WIDTH) * 0"),
+        (int4, "KIND, part, PACKED, DTYPE)", "KIND, 0, PACKED, DTYPE)"),
+        (int4, "column = tile * TILE + part * PART", "column = tile * TILE"),
+        (int4, "table += block * out_features", "table += 0"),
+        (int4, "(column + k < in_features)", "(column + k < in_features + 1)"),
         (int4, "out, m, rows, n,", "out, m, rows + 1, n,"),
-        (int4, "zeros + place", "zeros + n_read"),
+        (int4, "_row(zeros, column,", "_row(zeros, 0,"),
     ],
     "invariant": [
         (dense, "(m[:, None] < end)", "(m[:, None] <= end)"),
