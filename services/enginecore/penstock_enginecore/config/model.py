@@ -18,7 +18,7 @@ _DTYPES: Mapping[str, Dtype] = {"float": "float32", "half": "float16"}
 Device = Literal["auto", "cpu", "cuda"]
 Task = Literal["auto", "generate", "embed", "classify"]
 LoadFormat = Literal["auto", "dummy"]
-Quantization = Literal["auto", "int8"]
+Quantization = Literal["auto", "int8", "fp8"]
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -47,8 +47,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Meta(
             description=(
                 "Weight quantization. auto: as in the checkpoint. int8: on CPUs, round the weights of linear layers, "
-                "except the output head, to 8-bit integers with one scale per row. This halves the time to read "
-                "weights in decode steps of a few requests."
+                "except the output head, to 8-bit integers with one scale per row. fp8: on GPUs, round these weights "
+                "to 8-bit floats with one scale per row. Both halve the time to read weights in decode steps of a few "
+                "requests."
             )
         ),
     ] = "auto"

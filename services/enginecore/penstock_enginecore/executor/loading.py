@@ -4,6 +4,7 @@ does not support.
 
 import gc
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -15,6 +16,7 @@ from penstock_common.errors import ConfigError
 from penstock_enginecore.attention.factory import create_backend
 from penstock_enginecore.attention.kv_cache import FLOAT8, LayerCaches
 from penstock_enginecore.config import EngineCoreConfig, KernelsConfig, LoraConfig
+from penstock_enginecore.config.model import Quantization
 from penstock_enginecore.core.executor import Progress
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.model_info import ModelInfo
@@ -27,8 +29,9 @@ from penstock_enginecore.executor.pooling_runner import PoolingRunner
 from penstock_enginecore.experts.group_experts import GroupExperts
 from penstock_enginecore.experts.layer import SpreadExperts, dispatched_layers
 from penstock_enginecore.experts.loading import ExpertReader, SharedModel, check_shared
+from penstock_enginecore.forward.base import ForwardPass
 from penstock_enginecore.forward.build import ForwardConfig, build_backbone, build_forward, build_stage
-from penstock_enginecore.forward.cuda.decoder import kept_weights
+from penstock_enginecore.forward.cuda.decoder import FusedForward, kept_weights
 from penstock_enginecore.forward.equivalence_check import SpentError
 from penstock_enginecore.forward.stage import StageConfig
 from penstock_enginecore.lora.adapter import AdaptedForward
@@ -38,6 +41,7 @@ from penstock_enginecore.media.towers import check_towers
 from penstock_enginecore.models.checkpoint import weight_files
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import LoadedModel, keep_none, load_model, read_config
+from penstock_enginecore.models.quantization.rounding import round_to_float8
 from penstock_enginecore.models.support import quantization_of
 from penstock_enginecore.native.backend import multiplies_linears
 from penstock_enginecore.native.weights import round_linears
@@ -219,7 +223,7 @@ def check_cache_dtype(config: EngineCoreConfig, device: torch.device) -> None:
         )
 
 
-# Rounding of weights to 8-bit integers (the setting ``model.quantization`` "int8") after a model is loaded.
+# Rounding of weights to 8 bits (the setting ``model.quantization``) after a model is loaded.
 
 logger = logging.getLogger(__name__)
 
@@ -241,29 +245,73 @@ def check_int8(config: EngineCoreConfig, device: torch.device) -> None:
         "kernels.linear is false, and int8 weights save nothing without this kernel": not kernels.linear,
         f"the executor has {workers} workers, and int8 is supported only with one": workers > 1,
     }
+    _refuse(config, reasons)
+
+
+def check_float8(config: EngineCoreConfig, device: torch.device, task: str) -> None:
+    """Check the settings if ``model.quantization`` is "fp8". This check runs before the model is loaded.
+
+    Raises:
+        ConfigError: Another setting conflicts with "fp8".
+        ModelLoadError: The checkpoint is already quantized.
+    """
+    if config.model.quantization != "fp8":
+        return
+    kernels, backend, workers = config.kernels, config.model.attention_backend, config.executor.num_workers
+    reasons = {
+        f"model.device is {device.type!r}, and only GPUs support fp8 weights": device.type != "cuda",
+        "kernels.decoder is false, and only the fused decoder computes with fp8 weights": not kernels.decoder,
+        f"model.attention_backend is {backend!r}, and the fused decoder is used only with 'auto'": backend != "auto",
+        f"the task of the model is {task}, and the fused decoder supports only generate": task != "generate",
+        f"the executor has {workers} workers, and fp8 is supported only with one": workers > 1,
+        "expert_parallel.enabled is true, and shared experts stay unquantized": config.expert_parallel.enabled,
+    }
+    _refuse(config, reasons)
+
+
+def _refuse(config: EngineCoreConfig, reasons: Mapping[str, bool]) -> None:
+    """Raise ConfigError with the first reason that holds, and ModelLoadError for a quantized checkpoint."""
+    name = config.model.quantization
     if found := [reason for reason, holds in reasons.items() if holds]:
         raise ConfigError(
-            f"model.quantization is 'int8', but {found[0]}; change that setting, or set model.quantization to 'auto'"
+            f"model.quantization is {name!r}, but {found[0]}; change that setting, or set model.quantization to 'auto'"
         )
     if (scheme := quantization_of(read_config(config.model))) is not None:
         raise ModelLoadError(
-            f"model.quantization is 'int8', but the checkpoint is already quantized as {scheme.name}; "
+            f"model.quantization is {name!r}, but the checkpoint is already quantized as {scheme.name}; "
             "set model.quantization to 'auto'"
         )
 
 
-def round_weights(module: Any) -> None:
-    """Round the weights of all linear layers, except the output head, to 8-bit integers.
+def round_weights(module: Any, quantization: Quantization) -> None:
+    """Round the weights of all linear layers, except the output head, as ``quantization`` says.
 
     The head is excluded, because its weights have the most influence on which tokens are most likely.
     """
-    error = round_linears(module, but=module.get_output_embeddings())
+    if quantization == "auto":
+        return
+    if quantization == "int8":
+        numbers, error = "integers", round_linears(module, but=module.get_output_embeddings())
+    else:
+        numbers, error = "floats", round_to_float8(module)
     logger.info(
-        "rounded the weights of all linear layers except the output head to 8-bit integers (max_difference_percent is the "
+        "rounded the weights of all linear layers except the output head to 8-bit %s (max_difference_percent is the "
         "largest norm of a layer's rounding errors, as a percentage of the norm of the layer's weights) "
         "max_difference_percent=%.2g",
+        numbers,
         100 * error,
     )
+
+
+def check_computed(config: EngineCoreConfig, forward: ForwardPass, module: torch.nn.Module) -> None:
+    """Raise ModelLoadError if weights were rounded to 8-bit floats for the fused decoder, but ``forward`` is another
+    implementation, which would use dequantized weights.
+    """
+    if config.model.quantization == "fp8" and not isinstance(forward, FusedForward):
+        raise ModelLoadError(
+            f"model.quantization is 'fp8', but the fused decoder does not support {type(module).__name__}, and only the "
+            "fused decoder computes with fp8 weights; set model.quantization to 'auto'"
+        )
 
 
 _NOBODY = Onlooker()
@@ -336,6 +384,7 @@ def _load_runner(
     check_cache_dtype(config, device)
     check_batch_invariant(config, device, task)
     check_int8(config, device)
+    check_float8(config, device, task)
     checkpoint = config.model
     widen = multiplies_linears(config.kernels, device, rounded=checkpoint.dtype == "bfloat16")
     if int8 := checkpoint.quantization == "int8":
@@ -369,13 +418,13 @@ def _load_runner(
             with_towers=config.multimodal.enabled,
         )
         check_towers(config, model.encoder)
-        if int8:
-            round_weights(model.module)
+        round_weights(model.module, checkpoint.quantization)
         if split is None:
             onlooker.loaded(model.module)
         adapted = replace(_with_part(forward, split), lora=_slots(config.lora))
         if links is None:
             built = build_forward(model, adapted)
+            check_computed(config, built.forward, model.module)
             experts = None if shared is None else _experts(config, shared, model)
             drafter = create_drafter(config, model, built.forward, forward, progress)
             return GenerationRunner(model, built, experts=experts, drafter=drafter)
@@ -390,8 +439,7 @@ def _load_runner(
         return StageRunner(model, staged, links)
     towers = config.multimodal.enabled
     pooled = load_pooling_model(checkpoint, task, device, progress, split, widen=widen, with_towers=towers)
-    if int8:
-        round_weights(pooled.module)
+    round_weights(pooled.module, checkpoint.quantization)
     if split is None:
         onlooker.loaded(pooled.module)
     adapted = replace(_with_part(forward, split), lora=_slots(config.lora))
@@ -418,7 +466,9 @@ def read_again(config: EngineCoreConfig, runner: GenerationRunner, device: torch
     """
     keep = kept_weights(device, config.kernels, config.model.attention_backend)
     towers = config.multimodal.enabled
-    runner.read(load_model(config.model, torch.device("cpu"), progress, keep, on_host=True, with_towers=towers))
+    model = load_model(config.model, torch.device("cpu"), progress, keep, on_host=True, with_towers=towers)
+    round_weights(model.module, config.model.quantization)
+    runner.read(model)
 
 
 class _Split:

@@ -89,10 +89,11 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = "auto"
     quantization: Annotated[
-        Literal["auto", "int8"],
+        Literal["auto", "int8", "fp8"],
         Meta(
             description=(
-                "Quantization of the weights; auto: as in the checkpoint; int8: round to 8 bits, on CPUs only."
+                "Quantization of the weights; auto: as in the checkpoint; int8: round to 8 bits, on CPUs only; fp8: round to "
+                "8-bit floats, on GPUs only."
             )
         ),
     ] = "auto"

@@ -10,7 +10,13 @@ import torch
 
 from penstock_common.errors import ConfigError
 from penstock_enginecore.config import EngineCoreConfig, ExecutorConfig, KernelsConfig, ModelConfig
-from penstock_enginecore.executor.loading import check_batch_invariant, check_int8, load_runner
+from penstock_enginecore.executor.loading import (
+    check_batch_invariant,
+    check_computed,
+    check_float8,
+    check_int8,
+    load_runner,
+)
 from penstock_enginecore.models.errors import ModelLoadError
 from tests.fakes.models.tiny_models import save_tiny_model
 
@@ -89,6 +95,36 @@ def test_settings_that_contradict_it_are_named(
         check_int8(configured(tmp_path, **settings), torch.device(device))
 
 
+@pytest.mark.parametrize(
+    ("settings", "device", "task", "words"),
+    [
+        ({}, "cpu", "generate", "model.device is 'cpu', and only GPUs support fp8 weights"),
+        ({"kernels": {"decoder": False}}, "cuda", "generate", "kernels.decoder is false"),
+        ({"attention_backend": "triton"}, "cuda", "generate", "model.attention_backend is 'triton'"),
+        ({}, "cuda", "embed", "the task of the model is embed"),
+        ({"executor": {"tensor_parallel_size": 2}}, "cuda", "generate", "the executor has 2 workers"),
+    ],
+)
+def test_settings_that_contradict_fp8_are_named(
+    settings: dict[str, Any], device: str, task: str, words: str, tmp_path: Path
+) -> None:
+    save_tiny_model("llama", tmp_path)
+    config = configured(tmp_path, **{"quantization": "fp8", **settings})
+    with pytest.raises(
+        ConfigError, match=f"model.quantization is 'fp8', but {words}.*set model.quantization to 'auto'"
+    ):
+        check_float8(config, torch.device(device), task)
+    check_float8(configured(tmp_path, quantization="fp8"), torch.device("cuda"), "generate")
+    check_float8(configured(tmp_path), torch.device("cpu"), "generate")
+
+
+def test_another_implementation_than_the_fused_decoder_is_refused_for_fp8(tmp_path: Path) -> None:
+    forward: Any = object()
+    check_computed(configured(tmp_path, quantization="auto"), forward, torch.nn.Linear(1, 1))
+    with pytest.raises(ModelLoadError, match="the fused decoder does not support Linear, .* set model.quantization to"):
+        check_computed(configured(tmp_path, quantization="fp8"), forward, torch.nn.Linear(1, 1))
+
+
 def test_a_checkpoint_that_is_quantized_is_refused(tmp_path: Path) -> None:
     save_tiny_model("llama", tmp_path)
     check_int8(configured(tmp_path), torch.device("cpu"))
@@ -98,4 +134,6 @@ def test_a_checkpoint_that_is_quantized_is_refused(tmp_path: Path) -> None:
     file.write_text(json.dumps(config))
     with pytest.raises(ModelLoadError, match="model.quantization is 'int8', but the checkpoint is already quantized"):
         check_int8(configured(tmp_path), torch.device("cpu"))
+    with pytest.raises(ModelLoadError, match="model.quantization is 'fp8', but the checkpoint is already quantized"):
+        check_float8(configured(tmp_path, quantization="fp8"), torch.device("cuda"), "generate")
     check_int8(configured(tmp_path, quantization="auto", dtype="bfloat16"), torch.device("cuda"))
