@@ -17,7 +17,7 @@ from tests.fakes.multimodal_models import make_image
 
 COUNT = 8
 PROMPT_LENGTHS = (1, 7, 34)
-IN_ONE_CALL = ("gemma4", "gemma4_moe", "gemma4_unified")
+IN_ONE_CALL = ("gemma4", "gemma4_e2b", "gemma4_moe", "gemma4_unified")
 """Composites whose text model one kernel call per step must compute."""
 TEXT_ALONE = {"enabled": False}
 """Setting of the engine's section ``multimodal``."""

@@ -23,6 +23,7 @@ NATIVE = (
     "gemma3",
     "gemma4",
     "gemma4_moe",
+    "gemma4_shared",
     "glm4",
     "granite",
     "lfm2",
@@ -43,6 +44,14 @@ PACKED = ("gpt_neox", "opt")
 """Model types whose linear layers the kernels compute, while modules compute all other layers."""
 MODULES = {"gemma4_moe": [*(f"{name}_proj" for name in "qkvo"), *(f"{name}_proj" for name in ("gate", "up", "down"))]}
 """Layers that adapters update, for model types whose other linear layers belong to a mixture of experts."""
+SHALLOW: dict[str, dict[str, Any]] = {
+    "gemma4_shared": {
+        "num_hidden_layers": 3,
+        "num_kv_shared_layers": 1,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    }
+}
+"""Changes of model types whose usual tiny models amplify rounding too much."""
 QUICK = "llama"
 KINDS = ("llama", "gemma2", "phi3", "gpt_neox", "opt")
 """One model type of each kind.
@@ -61,7 +70,8 @@ LORA = {"max_loras": len(ADAPTERS)}
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AdaptedModel:
     torch.set_num_threads(1)
     folder, modules = tmp_path_factory.mktemp(request.param), MODULES.get(request.param)
-    made = AdaptedModel(request.param, folder, modules, hidden_size=64, initializer_range=0.2)
+    changes = {"hidden_size": 64, "initializer_range": 0.2, **SHALLOW.get(request.param, {})}
+    made = AdaptedModel(request.param, folder, modules, **changes)
     answers = {(question.adapter, tuple(question.prompt)): question.tokens for question in made.questions}
     assert len(answers) == len(made.questions) >= 16
     assert len({tuple(tokens) for tokens in answers.values()}) == len(answers), (

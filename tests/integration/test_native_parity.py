@@ -37,9 +37,7 @@ HELIUM = {"helium": {"head_dim": 16}}
 """Changes of model types whose tiny configuration has a head size that the kernels do not support."""
 LATENT_DECODERS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 """Model types with latent attention. With LoRA adapters, modules compute them."""
-SHARED_KEYS = {"gemma4_shared"}
-"""Model types of the decoder's families that modules compute, because layers share keys."""
-DECODERS = tuple(name for name in ARCHITECTURES if class_name(name) in FAMILIES and name not in SHARED_KEYS)
+DECODERS = tuple(name for name in ARCHITECTURES if class_name(name) in FAMILIES)
 """Model types that the CPU kernels' decoder computes."""
 DECODER_KINDS = (
     "exaone4",
@@ -225,19 +223,6 @@ def test_unsupported_layers_run_by_modules_and_the_log_gives_the_reason(
     expected = expected_tokens(save_tiny_model("llama", tmp_path, hidden_size=64, **changes))
     with caplog.at_level(logging.INFO):
         engine = build_engine(tmp_path, cache=cache)
-    assert f"; decoder not used: {reason}" in caplog.text
-    assert greedy(engine) == expected
-    engine.shutdown()
-
-
-def test_layers_that_share_keys_run_by_modules_and_the_log_names_them(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    torch.set_num_threads(1)
-    expected = expected_tokens(save_tiny_model("gemma4_shared", tmp_path, hidden_size=64))
-    with caplog.at_level(logging.INFO):
-        engine = build_engine(tmp_path, cache=CACHE)
-    reason = "model.layers.3.self_attn shares the keys and values of model.layers.2.self_attn"
     assert f"; decoder not used: {reason}" in caplog.text
     assert greedy(engine) == expected
     engine.shutdown()
@@ -506,6 +491,7 @@ def test_inputs_are_not_rounded_where_that_changes_too_much(
         ("gemma2", "auto"),
         ("gemma3", "floats"),
         ("gemma4_moe", "auto"),
+        ("gemma4_shared", "auto"),
         ("mixtral", "auto"),
         ("mixtral", "amx"),
         ("qwen2_moe", "auto"),
@@ -551,11 +537,13 @@ def test_logits_do_not_depend_on_the_batch_the_chunks_or_prefix_hits(
     assert all(len(set(rows)) == 1 for rows in seen.values())
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "gemma3", "gemma4_moe", "olmo2", "phi", "qwen3_moe", "gpt_oss"])
-def test_the_last_layer_computes_only_needed_tokens_bit_for_bit(
+@pytest.mark.parametrize(
+    "architecture", ["qwen3", "gemma3", "gemma4_moe", "gemma4_shared", "olmo2", "phi", "qwen3_moe", "gpt_oss"]
+)
+def test_the_last_layers_compute_only_needed_tokens_bit_for_bit(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Uses prompts in chunks, in batches with decoding requests."""
+    """Uses prompts in chunks, in batches with decoding requests. Of gemma4_shared, these are two layers."""
     torch.set_num_threads(1)
     expected = expected_tokens(save_tiny_model(architecture, tmp_path, hidden_size=64))
     wanted_of: list[tuple[int, int]] = []

@@ -87,17 +87,24 @@ class Caller {
         fc_(operators_, kHidden, kStates, seed + 6),
         both_(operators_, (kHeads + 2) * kHead, 2 * kHidden, seed + 7),
         router_(operators_, kExperts + 1, kHidden, seed + 10),
+        queries_(operators_, kHeads * kHead, kHidden, seed + 15),
+        gate_(operators_, kSize, kHidden, seed + 11),
+        up_(operators_, kHidden, kSize, seed + 12),
+        inputs_(operators_, kLayers * kSize, kHidden, seed + 13),
         embedding_(numbers(qkv_.linear.n * kHidden, seed + 5)),
+        table_(numbers(qkv_.linear.n * kLayers * kSize, seed + 14)),
         narrow_(3, seed + 8),
         wide_adapter_(9, seed + 9) {
     for (Adapter* adapter : {&narrow_, &wide_adapter_}) {
       for (int64_t layer = 0; layer < kLayers; ++layer)
-        adapter->add(qkv_.linear), adapter->add(out_.linear), adapter->add(gate_up_.linear, 2), adapter->add(down_.linear);
+        adapter->add(qkv_.linear), adapter->add(out_.linear), adapter->add(gate_up_.linear, 2), adapter->add(down_.linear),
+            adapter->add(gate_.linear), adapter->add(up_.linear);
       adapter->add(qkv_.linear);  // the head
+      adapter->add(inputs_.linear);
     }
     for (Layer& layer : layers_)
       layer = {norm_.data(), nullptr, norm_.data(), nullptr, nullptr, nullptr, qkv_.linear, out_.linear, gate_up_.linear, down_.linear,
-               Mixture{}, {20, 0, 0.25f, 0.0f, nullptr}, kHeads, 1, kHead, 0, 0, 0, 0, 0, 0, 1.0f, 1.0f, 1.0f};
+               Mixture{}, {20, 0, 0.25f, 0.0f, nullptr}, kHeads, 1, kHead, 0, 0, 0, 0, 0, 0, 0, 1.0f, 1.0f, 1.0f};
     // The last layer has experts, of which one is shared, and no MLP.
     Layer& last = layers_[kLayers - 1];
     std::fill(experts_gate_up_, experts_gate_up_ + kExperts + 1, gate_up_.linear);
@@ -111,9 +118,20 @@ class Caller {
     layers_[0].qkv = both_.linear;
     model.fusion = {fc_.linear, norm_.data(), norm_.data(), 1};
     head_ = std::make_unique<ChainingDecoder>(model, pool);
+    share(model, pool);
   }
 
-  void decode(int64_t tokens) {
+  // Makes a decoder whose last layer reads the keys and values of the first layer, with embeddings of token ids in both layers.
+  void share(Model model, Pool& pool) {
+    layers_[0].qkv = qkv_.linear;
+    layers_[1].qkv = queries_.linear, layers_[1].shares = 1;
+    for (Layer& layer : layers_) layer.embedding = {gate_.linear, up_.linear, norm_.data()};
+    model.fusion = {};
+    model.layer_inputs = {kSize, inputs_.linear, norm_.data(), 1e-5f};
+    sharing_ = std::make_unique<ChainingDecoder>(model, pool);
+  }
+
+  void decode(ChainingDecoder& decoder, int64_t tokens) {
     const int64_t starts[] = {0, tokens}, lens[] = {tokens};
     const int64_t zeros[kLayers] = {};
     std::vector<int64_t> slots(tokens), rows(1 + tokens % 3);
@@ -129,19 +147,20 @@ class Caller {
     const auto forward = [&](int64_t keep_states, std::vector<float>& logits, const std::vector<Segment>& segments = {},
                              const int64_t* key_ends = nullptr, const float* deepstack = nullptr) {
       std::vector<float> x = numbers(tokens * kHidden, 7);
-      decoder_->forward({tokens, 1, starts, lens, &group, zeros, caches, x.data(), nullptr, nullptr, 0, 1.0f, positions.data(), &rotary,
-                         static_cast<int64_t>(rows.size()), rows.data(), logits.data(), keep_states, 0, kLayers, nullptr, nullptr, nullptr,
-                         0, nullptr, nullptr, static_cast<int64_t>(segments.size()), segments.data(), nullptr, 0, key_ends, 0,
-                         deepstack == nullptr ? 0 : kLayers, deepstack});
+      decoder.forward({tokens, 1, starts, lens, &group, zeros, caches, x.data(), nullptr, nullptr, 0, 1.0f, positions.data(), &rotary,
+                       static_cast<int64_t>(rows.size()), rows.data(), logits.data(), keep_states, 0, kLayers, nullptr, nullptr, nullptr,
+                       0, nullptr, nullptr, static_cast<int64_t>(segments.size()), segments.data(), nullptr, 0, key_ends, 0,
+                       deepstack == nullptr ? 0 : kLayers, deepstack, nullptr, nullptr,
+                       {table_.data(), kFloat32, 0.5f, positions.data()}});
       return x;
     };
     std::vector<float> logits(rows.size() * qkv_.linear.n), kept(logits.size()), again(logits.size());
     forward(0, logits);
     const std::vector<float> x = forward(1, kept);
     check(logits == kept, "logits depend on whether states are kept");
-    decoder_->head(x.data(), rows.data(), static_cast<int64_t>(rows.size()), again.data(), 0, nullptr);
+    decoder.head(x.data(), rows.data(), static_cast<int64_t>(rows.size()), again.data(), 0, nullptr);
     check(kept == again, "the head alone gives other logits");
-    adapt(tokens, rows, x, forward);
+    adapt(decoder, tokens, rows, x, forward);
     see(tokens, x, logits, forward);
   }
 
@@ -166,7 +185,7 @@ class Caller {
 
   // The same with adapters of some tokens. Those before them are as without.
   template <class Forward>
-  void adapt(int64_t tokens, const std::vector<int64_t>& rows, const std::vector<float>& plain, const Forward& forward) {
+  void adapt(ChainingDecoder& decoder, int64_t tokens, const std::vector<int64_t>& rows, const std::vector<float>& plain, const Forward& forward) {
     const int64_t first = tokens / 3, second = tokens / 2;
     std::vector<Segment> segments;
     if (first < second) segments.push_back(narrow_.of(first, second));
@@ -178,7 +197,7 @@ class Caller {
     check(logits == kept, "logits with adapters depend on whether states are kept");
     check(std::equal(plain.begin(), plain.begin() + before, x.begin()), "adapters change tokens before theirs");
     check(plain != x, "adapters change nothing");
-    decoder_->head(x.data(), rows.data(), count, again.data(), static_cast<int64_t>(segments.size()), segments.data());
+    decoder.head(x.data(), rows.data(), count, again.data(), static_cast<int64_t>(segments.size()), segments.data());
     check(kept == again, "the head alone gives other logits with adapters");
   }
 
@@ -217,6 +236,7 @@ class Caller {
       Step step{count, requests, starts.data(), end, &group, zeros, caches, x.data(), ids.data(), embedding_.data(), kFloat32, 0.5f,
                       positions.data(), &rotary, requests, rows.data(), logits.data(), 0, 0, kLayers, nullptr, nullptr, nullptr};
       step.states = states.data(), step.own_states = first_draft > 0;
+      step.layer_rows = {table_.data(), kFloat32, 0.5f, ids.data()};
       const std::vector<int64_t> ones(requests, 1);
       decoder.chain(step, {length, 1, vocab - 3, length > 1 ? counts : ones.data(), later.data(), temperatures,
                            uniforms.data() + 2 * first_draft, tokens, fuses ? vocabulary.data() : nullptr});
@@ -265,23 +285,25 @@ class Caller {
   }
 
   void work(int round) {
-    decode(1 + round * 7 % 40);
+    decode(*decoder_, 1 + round * 7 % 40);
+    decode(*sharing_, 1 + round * 11 % 40);
     go_on(*decoder_, false, 1 + round * 3 % 7);
+    go_on(*sharing_, false, 1 + round * 2 % 7);
     go_on(*head_, true, 1 + round * 5 % 7);
     multiply(1 + round * 5 % 30);
     draw(1 + round % 9);
   }
 
  private:
-  static constexpr int64_t kLayers = 2, kHidden = 32, kHeads = 2, kHead = 16, kStates = 3 * kHidden, kExperts = 3;
+  static constexpr int64_t kLayers = 2, kHidden = 32, kHeads = 2, kHead = 16, kStates = 3 * kHidden, kExperts = 3, kSize = 8;
   Operators operators_;
   std::vector<float> norm_;
-  Weight qkv_, out_, gate_up_, down_, wide_, fc_, both_, router_;
+  Weight qkv_, out_, gate_up_, down_, wide_, fc_, both_, router_, queries_, gate_, up_, inputs_;
   Linear experts_gate_up_[kExperts + 1], experts_down_[kExperts + 1];
-  const std::vector<float> embedding_;
+  const std::vector<float> embedding_, table_;
   Adapter narrow_, wide_adapter_;
   Layer layers_[kLayers];
-  std::unique_ptr<ChainingDecoder> decoder_, head_;
+  std::unique_ptr<ChainingDecoder> decoder_, head_, sharing_;
 };
 
 }  // namespace

@@ -18,7 +18,10 @@ struct Change {
 };
 
 inline Change after_attention(const Layer& layer) { return {layer.attention_out_norm, layer.attention_factor, 1.0f}; }
-inline Change after_mlp(const Layer& layer) { return {layer.mlp_out_norm, layer.mlp_factor, layer.scale}; }
+inline Change after_embedding(const Layer& layer) { return {layer.embedding.norm, 1.0f, layer.scale}; }
+inline Change after_mlp(const Layer& layer) {
+  return {layer.mlp_out_norm, layer.mlp_factor, layer.embedding.gate.n > 0 ? 1.0f : layer.scale};
+}
 
 // Adds `from` [n] to `to`, with the changes `after`. `centers` and `eps` describe the norm, as in Model.
 inline void add_changed(float* to, const float* from, int64_t n, const Change& after, bool centers, float eps) {

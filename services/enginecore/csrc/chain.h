@@ -68,7 +68,7 @@ class ChainingDecoder : public Decoder {
     step.query_start = step.rows = starts_.data();
     step.seq_lens = lens_.data();
     step.groups = groups_.data();
-    step.token_ids = chain.tokens + (place - 1) * rows_;
+    step.token_ids = step.layer_rows.ids = chain.tokens + (place - 1) * rows_;
     step.positions = chain.positions + (place - 1) * rows_;
     step.states = states_.data();
     step.own_states = 1;

@@ -1,7 +1,7 @@
 // Forward pass of a decoder as one program of the thread pool (see pool.h). A layer consists of norm, attention with rotary
 // embedding, residual addition, norm, MLP or mixture of experts, and residual addition. Some models also apply norms or factors to
 // the outputs of attention and MLP before the additions. In some models, attention and MLP of a layer have the same input. Layers
-// of some models have both an MLP and a mixture of experts.
+// of some models have both an MLP and a mixture of experts, or add an embedding of the token's id at their end.
 #pragma once
 
 #include <algorithm>
@@ -12,8 +12,11 @@
 #include "attention.h"
 #include "buffer.h"
 #include "exchange.h"
+#include "fusion.h"
 #include "gemm.h"
+#include "heads.h"
 #include "latent_layer.h"
+#include "layer_embeddings.h"
 #include "layer_plans.h"
 #include "lora.h"
 #include "mixing.h"
@@ -26,8 +29,8 @@ namespace penstock {
 class Decoder {
  public:
   Decoder(const Model& model, Pool& pool)
-      : pool_(pool), model_(model), layers_(model.layers, model.layers + model.num_layers), plans_(layers_), recurrent_(layers_),
-        latents_(layers_) {
+      : pool_(pool), model_(model), layers_(model.layers, model.layers + model.num_layers), first_of_few_(first_of_few(layers_)),
+        plans_(layers_), recurrent_(layers_), latents_(layers_), embeddings_(model) {
     model_.layers = layers_.data();
     const auto look = [this](const Linear& linear) {
       if (splits(linear)) parts_width_ = std::max(parts_width_, row_width(linear));
@@ -36,20 +39,21 @@ class Decoder {
       gated_width_ = std::max(gated_width_, rounds(layer.down) && gates() ? row_width(layer.down) : model.intermediate);
       for (const Linear* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down, &layer.mixture.router}) look(*linear);
       if (layer.latent.num_heads > 0) look(layer.latent.up);
+      if (layer.embedding.gate.n > 0) look(layer.embedding.gate), look(layer.embedding.projection);
       mixes_ = mixes_ || layer.mixture.routing.num_experts > 0;
       qkv_width_ = std::max(qkv_width_, layer.qkv.n + (layer.keys_as_values ? layer.num_kv_heads * layer.head_size : 0));
       heads_width_ = std::max(heads_width_, layer.output.k);
       changes_ = changes_ || has_both(layer) || after_attention(layer).changes() || after_mlp(layer).changes();
     }
-    look(model_.head);
-    look(model_.fusion.fc);
+    changes_ = changes_ || embeddings_.exist();
+    for (const Linear* linear : {&model_.head, &model_.fusion.fc, &model_.layer_inputs.projection}) look(*linear);
     if (mixes_) mixing_.measure(layers_);
   }
   ~Decoder() { pool_.quiet(); }
 
   void forward(const Step& step) {
     const int64_t calls = std::min<int64_t>(step.last + 1, model_.num_layers) - step.first;
-    pool_.prepare(kPhases * static_cast<int>(calls) + 4 + kHeadPhases);
+    pool_.prepare(kPhases * static_cast<int>(calls) + kFirstPhases + kHeadPhases);
     step_ = step;
     first_ = step.first, last_layer_ = step.last;
     num_embedded_ = step.first == 0 && step.embedding != nullptr ? step.num_tokens : 0;
@@ -84,12 +88,14 @@ class Decoder {
   void begin(const Step& step) {
     const Model& m = model_;
     const int64_t tokens = step.num_tokens;
-    const bool few = !step.keep_states && m.head.n > 0 && step.num_rows < tokens;
+    const bool keeps = step.keep_states || (step.num_kept > 0 && layers_.back().shares != 0);
+    const bool few = !keeps && m.head.n > 0 && step.num_rows < tokens;
     num_rows_ = step.num_rows;
     num_gathered_ = few ? step.num_rows : 0;
     gathered_ = few;
     counts_[kAll] = tokens, counts_[kLast] = few ? step.num_rows : tokens;
     if (few) last_.resize(step.num_rows * m.hidden), kept_.resize(step.num_rows, heads_width_);
+    if (few && layers_.back().shares != 0) queries_.resize(step.num_rows, heads_width_);
     states_[kAll] = step.x, states_[kLast] = few ? last_.data() : step.x;
     heads_[kAll] = &attended_, heads_[kLast] = few ? &kept_ : &attended_;
     qkv_.resize(tokens, qkv_width_);
@@ -97,6 +103,7 @@ class Decoder {
     attended_.resize(tokens, heads_width_);
     recurrent_.begin(step, layers_, pool_.threads());
     latents_.resize(tokens);
+    embeddings_.resize(tokens);
     gated_.resize(tokens, gated_width_);
     if (changes_) added_.resize(std::max(tokens, step.num_rows) * m.hidden);
     if (mixes_) mixing_.resize(tokens, m.hidden);
@@ -138,8 +145,10 @@ class Decoder {
 
   void run(Cursor& cursor) {
     const int64_t first = first_, last = last_layer_;
-    if (fuses() ? !fuse(cursor) : !cursor(num_embedded_, [this](int64_t t) { embed(t, step_.x + t * model_.hidden); })) return;
-    if (first > 0 && !take_mlp(cursor, first - 1)) return;
+    const auto embed = [this](int64_t t) { embed_token(step_, t, model_.hidden, step_.x + t * model_.hidden); };
+    if (fuses() ? !fuse(cursor) : !cursor(num_embedded_, embed)) return;
+    if (first > 0 && !(take_mlp(cursor, first - 1) && add_embedding(cursor, first - 1))) return;
+    if (first == 0 && embeddings_.exist() && !compute_layer_inputs(cursor)) return;
     for (int64_t i = first; i <= last && i < static_cast<int64_t>(layers_.size()); ++i) {
       if (!attend_layer(cursor, i)) return;
       if (i == last) {
@@ -147,29 +156,13 @@ class Decoder {
         return;
       }
       if (!layers_[i].alone && !mlp(cursor, i)) return;
+      if (!add_embedding(cursor, i)) return;
     }
     if (!cursor(num_deep_, [this](int64_t t) {
           add_deepstack(layers_.size() - 1, gathered_ ? step_.rows[t] : t, states_[kLast] + t * model_.hidden);
         }))
       return;
     logits(cursor);
-  }
-
-  void embed(int64_t token, float* to) const {
-    const int64_t n = model_.hidden, from = step_.token_ids[token] * n;
-    if (step_.embedding_kind == kPackedRows) {
-      unpack_row(*static_cast<const Linear*>(step_.embedding), step_.token_ids[token], to);
-    } else if (step_.embedding_kind == kFloat32) {
-      std::memcpy(to, static_cast<const float*>(step_.embedding) + from, n * sizeof(float));
-    } else {
-      const uint16_t* row = static_cast<const uint16_t*>(step_.embedding) + from;
-      for (int64_t i = 0; i < n; ++i) {
-        const uint32_t bits = static_cast<uint32_t>(row[i]) << 16;
-        std::memcpy(to + i, &bits, sizeof bits);
-      }
-    }
-    if (step_.embedding_scale != 1.0f)
-      for (int64_t i = 0; i < n; ++i) to[i] *= step_.embedding_scale;
   }
 
   bool fuses() const { return model_.fusion.fc.n > 0; }
@@ -179,7 +172,7 @@ class Decoder {
   // Computes the input of the first layer in an EAGLE head (see `Fusion` in model.h).
   bool fuse(Cursor& cursor) {
     const Linear& fc = model_.fusion.fc;
-    if (!each_token(cursor, kAll, [this](int64_t t) { put_both(t); })) return false;
+    if (!each_token(cursor, kAll, [this](int64_t t) { put_both(model_, step_, t, both_, parts_); })) return false;
     const Blocks blocks(num_fused_, fc.n);
     return cursor(blocks.tasks(), [&](int64_t task) {
       const bool alone = model_.fusion.state_norm != nullptr;
@@ -189,34 +182,12 @@ class Decoder {
     });
   }
 
-  // Writes the input of `fc` for a token: the token's embedding and hidden states, or only its hidden states. Hidden states that
-  // need no `fc` are copied to `x`.
-  void put_both(int64_t token) {
-    const Fusion& f = model_.fusion;
-    const int64_t n = model_.hidden;
-    float *both = both_.row(token), *x = step_.x + token * n;
-    if (step_.embedding != nullptr) embed(token, both);
-    else std::memcpy(both, x, n * sizeof(float));
-    if (f.state_norm == nullptr) {
-      std::memcpy(both + n, step_.states + token * n, n * sizeof(float));
-      if (splits(f.fc)) split_row(f.fc, both, parts_.row(token));
-      return;
-    }
-    apply_norm(both, f.embedding_norm, both, n);
-    if (step_.own_states) std::memcpy(x, step_.states + token * n, n * sizeof(float));
-    else if (splits(f.fc)) split_row(f.fc, step_.states + token * f.fc.k, parts_.row(token));
-  }
+  // Returns the tokens that a layer computes after its attention, and those that it computes before its attention.
+  int part_of(size_t layer) const { return layer >= first_of_few_ ? kLast : kAll; }
+  int part_before(size_t layer) const { return layers_[layer].shares != 0 ? part_of(layer) : kAll; }
 
-  // Writes a token's normed hidden state after its normed embedding, as input of `linear`.
-  void norm_both(int64_t token, const Linear& linear) {
-    const int64_t n = model_.hidden;
-    float *to = both_.row(token) + n, *x = step_.x + token * n;
-    apply_norm(x, model_.fusion.state_norm, to, n);
-    if (model_.fusion.normed_residual) std::memcpy(x, to, n * sizeof(float));
-    if (splits(linear)) split_row(linear, both_.row(token), parts_.row(token));
-  }
-
-  int part_of(size_t layer) const { return layer + 1 == layers_.size() ? kLast : kAll; }
+  // Returns the index of the step's token that has the row `row` of a part.
+  int64_t token_of(int part, int64_t row) const { return part == kLast && gathered_ ? step_.rows[row] : row; }
 
   // Writes the input of a layer's MLP to `mlp_input`, because the MLP is computed outside the kernels.
   void give_mlp(Cursor& cursor, size_t index) {
@@ -244,13 +215,15 @@ class Decoder {
     add_changed(to, from, model_.hidden, after, model_.centers != 0, model_.eps);
   }
 
-  // Copies the data of the tokens whose logits are needed. After its attention, the last layer computes only these tokens, except
-  // if `keep_states` is not 0.
-  bool gather(Cursor& cursor) {
-    return cursor(num_gathered_, [this](int64_t i) {
-      const int64_t token = step_.rows[i];
-      std::memcpy(last_.data() + i * model_.hidden, step_.x + token * model_.hidden, model_.hidden * sizeof(float));
-      std::memcpy(kept_.row(i), attended_.row(token), heads_width_ * sizeof(float));
+  // Copies data of the tokens whose logits are needed, before the layer `index` or after its attention. From `first_of_few` on, the
+  // layers compute only these tokens, except if `keep_states` is not 0.
+  bool gather(Cursor& cursor, size_t index, bool before) {
+    const bool states = index == first_of_few_ && before == (layers_[index].shares != 0);
+    if (index < first_of_few_ || (before && !states)) return true;
+    return cursor(num_gathered_, [this, before, states](int64_t i) {
+      const int64_t token = step_.rows[i], n = model_.hidden;
+      if (states) std::memcpy(last_.data() + i * n, step_.x + token * n, n * sizeof(float));
+      if (!before) std::memcpy(kept_.row(i), attended_.row(token), heads_width_ * sizeof(float));
     });
   }
 
@@ -270,13 +243,9 @@ class Decoder {
     });
   }
 
-  void apply_norm(const float* x, const float* weight, float* out, int64_t n) const {
-    (model_.centers ? layer_norm : rms_norm)(x, weight, out, n, model_.eps);
-  }
-
   void norm_state(int part, int64_t token, const float* weight, float* out) const {
     const float* state = states_[part] + token * model_.hidden;
-    if (weight != nullptr) apply_norm(state, weight, out, model_.hidden);
+    if (weight != nullptr) apply_norm(model_, state, weight, out, model_.hidden);
     else std::memcpy(out, state, model_.hidden * sizeof(float));
   }
 
@@ -367,23 +336,27 @@ class Decoder {
   bool attend_layer(Cursor& cursor, size_t index) {
     const Layer& l = layers_[index];
     const int part = part_of(index);
+    const int before = part_before(index);
     const bool both = index == 0 && model_.fusion.state_norm != nullptr;
     const auto normed = [this, both]() -> const Buffer& { return both ? both_ : normed_; };
     const auto attended = [this, part]() -> const Buffer& { return *heads_[part]; };
-    if (!each_token(cursor, kAll, [&](int64_t t) {
+    const auto qkv = [this, before, &l] {
+      const Buffer& rows = first_rows(before);
+      return Output{rows.data(), rows.stride(), l.qkv.bias, l.qkv.n, Epilogue::kStore};
+    };
+    if (!gather(cursor, index, true)) return false;
+    if (!each_token(cursor, before, [&](int64_t t) {
           give_hidden(index, t);
-          if (is_deep(index)) add_deepstack(index - 1, t, states_[kAll] + t * model_.hidden);
-          if (both) norm_both(t, l.qkv);
-          else norm_row(kAll, t, l.input_norm, l.qkv);
+          if (is_deep(index)) add_deepstack(index - 1, token_of(before, t), states_[before] + t * model_.hidden);
+          if (both) norm_both(model_, step_, t, l.qkv, both_, parts_);
+          else norm_row(before, t, l.input_norm, l.qkv);
         }))
       return false;
-    if (!shrink(cursor, kAll, normed, kPlaces * index + kQkv)) return false;
-    if (!product(cursor, kAll, normed, l.qkv,
-                 [&] { return Output{qkv_.data(), qkv_.stride(), l.qkv.bias, l.qkv.n, Epilogue::kStore}; }, kPlaces * index + kQkv))
-      return false;
+    if (!shrink(cursor, before, normed, kPlaces * index + kQkv)) return false;
+    if (!product(cursor, before, normed, l.qkv, qkv, kPlaces * index + kQkv)) return false;
     if (l.latent.num_heads > 0 && !attend_latents(cursor, index)) return false;
     if (l.latent.num_heads == 0 && !(l.recurrence.kind == kNoRecurrence ? attend_heads(cursor, index) : recur(cursor, index))) return false;
-    if (part == kLast && !gather(cursor)) return false;
+    if (!gather(cursor, index, false)) return false;
     if (l.parallel && !each_token(cursor, part, [&](int64_t t) { norm_state(part, t, l.mlp_norm, normed_.row(t)); })) return false;
     if (!split(cursor, part, attended, l.output)) return false;
     if (!shrink(cursor, part, attended, kPlaces * index + kOutput)) return false;
@@ -404,7 +377,7 @@ class Decoder {
   // Computes the outputs of a layer's attention heads.
   bool attend_heads(Cursor& cursor, size_t index) {
     const Layer& l = layers_[index];
-    if (!some_tokens(cursor, kAll, [&](int64_t first, int64_t end) { keep(index, first, end); })) return false;
+    if (!some_tokens(cursor, part_before(index), [&](int64_t first, int64_t end) { keep(index, first, end); })) return false;
     if (!attend_all(cursor, index, attend)) return false;
     return !l.gated || each_token(cursor, kAll, [&](int64_t t) {
       const int64_t n = l.num_heads * l.head_size;
@@ -490,7 +463,7 @@ class Decoder {
       const float* sum = mixing_.weighted_sum(mixture, t, model_.hidden);
       if (has_both(l)) {
         float* both = added_.data() + t * model_.hidden;
-        apply_norm(both, mixture.norms.mlp_out, both, model_.hidden);
+        apply_norm(model_, both, mixture.norms.mlp_out, both, model_.hidden);
         add_row(both, sum, {.norm = mixture.norms.experts_out});
         sum = both;
       }
@@ -509,48 +482,53 @@ class Decoder {
     });
   }
 
-  // Applies norms and rotary positions to the queries, keys and values of the tokens first..end, and writes the keys and values of
-  // these tokens into the KV cache.
+  // Returns the output rows of a layer's product `qkv`. If the layer computes only the tokens whose logits are needed, it writes
+  // queries to a separate buffer first, because attention reads the queries of a token in the row of this token.
+  const Buffer& first_rows(int before) const { return before == kLast && gathered_ ? queries_ : qkv_; }
+
+  // Applies norms and rotary positions to the rows first..end of queries, keys and values, and writes the keys and values of these
+  // tokens into the KV cache.
   void keep(size_t index, int64_t first, int64_t end) {
-    const Model& m = model_;
     const Layer& l = layers_[index];
-    const int64_t size = l.head_size, num_keys = l.num_kv_heads * size;
-    const int64_t keys = l.num_heads * size, values = keys + num_keys;
-    const Rotary& rotary = step_.rotaries[l.rotary];
-    for (int64_t token = first; token < end; ++token) {
-      float* x = qkv_.row(token);
-      const int64_t at = step_.positions[token] * rotary.size;
-      const float *cosines = rotary.cosines + at, *sines = rotary.sines + at;
-      if (l.keys_as_values) std::memcpy(x + values, x + keys, num_keys * sizeof(float));
-      if (l.norms_values)
-        for (int64_t from = values; from < values + num_keys; from += size) rms_norm(x + from, nullptr, x + from, size, m.eps);
-      if (!m.norms_rotated) norm_heads(l, x);
-      for (int64_t head = 0; head < l.num_heads + l.num_kv_heads; ++head)
-        (m.pairs ? rotate_pairs : rotate)(x + head * size, cosines, sines, rotary.size);
-      if (m.norms_rotated) norm_heads(l, x);
-      if (rotary.query_scales != nullptr) {
-        const float scale = rotary.query_scales[step_.positions[token]];
-        for (int64_t i = 0; i < l.num_heads * size; ++i) x[i] *= scale;
-      }
+    const int before = part_before(index);
+    const int64_t size = l.head_size, keys = l.num_heads * size, values = keys + l.num_kv_heads * size;
+    for (int64_t row = first; row < end; ++row) {
+      const int64_t token = token_of(before, row);
+      float* x = first_rows(before).row(row);
+      finish_heads(model_, l, step_.rotaries[l.rotary], step_.positions[token], x);
+      if (&first_rows(before) == &queries_) std::memcpy(qkv_.row(token), x, keys * sizeof(float));
     }
+    if (l.shares != 0) return;
     write_tokens({step_.num_tokens, group(index).slots, step_.caches[index], l.num_kv_heads, size, size, qkv_.data() + keys,
                   qkv_.stride(), qkv_.data() + values, qkv_.stride()},
                  first, end);
   }
 
-  // Applies a layer's norms to the queries and keys in `x`, a row of the product `qkv`.
-  void norm_heads(const Layer& l, float* x) const {
-    const int64_t size = l.head_size;
-    if (model_.norms_all_heads) {
-      float* keys = x + l.num_heads * size;
-      apply_norm(x, l.query_norm, x, l.num_heads * size);
-      apply_norm(keys, l.key_norm, keys, l.num_kv_heads * size);
-      return;
-    }
-    for (int64_t head = 0; head < l.num_heads + l.num_kv_heads; ++head) {
-      const float* weight = head < l.num_heads ? l.query_norm : l.key_norm;
-      if (weight != nullptr) apply_norm(x + head * size, weight, x + head * size, size);
-    }
+  // Computes the inputs of all layers' embeddings (see LayerInputs) from the input of the first layer.
+  bool compute_layer_inputs(Cursor& cursor) {
+    const Linear& linear = model_.layer_inputs.projection;
+    const int64_t place = kPlaces * model_.num_layers + 1;
+    const auto normed = [this]() -> const Buffer& { return normed_; };
+    return each_token(cursor, kAll, [&](int64_t t) { norm_row(kAll, t, nullptr, linear); }) && shrink(cursor, kAll, normed, place) &&
+           product(cursor, kAll, normed, linear, [this] { return embeddings_.inputs_output(); }, place) &&
+           each_token(cursor, kAll, [this](int64_t t) { embeddings_.complete(step_.layer_rows, t); });
+  }
+
+  // Adds a layer's embedding of the token ids (see LayerEmbedding) to the hidden states.
+  bool add_embedding(Cursor& cursor, size_t index) {
+    const LayerEmbedding& of = layers_[index].embedding;
+    if (of.gate.n == 0) return true;
+    const int part = part_of(index);
+    const int64_t gate = kPlaces * index + kEmbeddingGate, up = kPlaces * index + kEmbeddingProjection;
+    const auto normed = [this]() -> const Buffer& { return normed_; };
+    const auto gates = [this]() -> const Buffer& { return embeddings_.gates(); };
+    const auto sums = [this, &of] { return Output{added_.data(), model_.hidden, of.projection.bias, model_.hidden, Epilogue::kStore}; };
+    return each_token(cursor, part, [&](int64_t t) { norm_row(part, t, nullptr, of.gate); }) && shrink(cursor, part, normed, gate) &&
+           product(cursor, part, normed, of.gate, [&] { return embeddings_.gate_output(of); }, gate) &&
+           each_token(cursor, part, [&](int64_t t) { embeddings_.multiply(index, token_of(part, t), t); }) &&
+           split(cursor, part, gates, of.projection) && shrink(cursor, part, gates, up) &&
+           product(cursor, part, gates, of.projection, sums, up) &&
+           add(cursor, part, after_embedding(layers_[index]), [this]() -> const float* { return added_.data(); });
   }
 
   void logits(Cursor& cursor) {
@@ -576,12 +554,13 @@ class Decoder {
     if (model_.logit_softcap != 0.0f) cursor(rows, [&](int64_t row) { cap(step_.logits + row * head.n, head.n, model_.logit_softcap); });
   }
 
-  enum { kAll, kLast, kHead }; // sets of tokens: all; those that the last layer computes after its attention; those with logits
-  enum : int64_t { kQkv, kOutput, kGateUp, kDown, kPlaces, kNone = -1 };  // indices of an adapter's updates in a layer
-  static constexpr int kHeadPhases = 4;
-  static constexpr int kPhases = 37;      // maximum per layer, including sums over ranks, adapters and splitting of inputs
+  enum { kAll, kLast, kHead }; // sets of tokens: all; those that the layers from `first_of_few_` on compute; those with logits
+  // Indices of an adapter's updates in a layer.
+  enum : int64_t { kQkv, kOutput, kGateUp, kDown, kEmbeddingGate, kEmbeddingProjection, kPlaces, kNone = -1 };
+  static constexpr int kFirstPhases = 12, kHeadPhases = 4;
+  static constexpr int kPhases = 46;      // maximum per layer, including sums over ranks, adapters and splitting of inputs
   static constexpr int kMaxLayers = 800;  // forward/native_support.py checks this
-  static_assert(kPhases * kMaxLayers + 4 + kHeadPhases <= Pool::kMaxPhases);
+  static_assert(kPhases * kMaxLayers + kFirstPhases + kHeadPhases <= Pool::kMaxPhases);
   static constexpr int64_t kRowTask = 4;  // number of tokens of a task that processes tokens one by one
   static constexpr int64_t kManyTokens = 256;
   Pool& pool_;
@@ -589,6 +568,7 @@ class Decoder {
   const Pool::Job head_job_{[](void* self, Cursor& cursor) { static_cast<Decoder*>(self)->logits(cursor); }, this};
   Model model_;
   std::vector<Layer> layers_;
+  const size_t first_of_few_;      // index of the first layer that may compute only the tokens whose logits are needed
   LayerPlans plans_;
   Step step_{};
   Count first_, last_layer_, num_embedded_, num_fused_;  // first and last layer of this call, and numbers of tokens
@@ -596,7 +576,7 @@ class Decoder {
   Count counts_[2], num_rows_, num_gathered_, num_shrinkings_[3];
   float* states_[2] = {};          // hidden states
   const Buffer* heads_[2] = {};    // outputs of the attention heads, for kAll and kLast
-  bool gathered_ = false;          // whether the last layer computes fewer tokens than the other layers
+  bool gathered_ = false;          // whether the layers from `first_of_few_` on compute only the tokens whose logits are needed
   int64_t parts_width_ = 0;        // size in floats of the widest row that is split into parts
   int64_t gated_width_ = 0;        // size in floats of the widest row between the products `gate_up` and `down`
   Buffer qkv_, normed_, attended_, gated_, parts_;
@@ -605,6 +585,8 @@ class Decoder {
   Mixing mixing_;
   Recurrent recurrent_;
   Latents latents_;
+  LayerEmbeddings embeddings_;
+  Buffer queries_;                 // queries of the tokens with logits, in layers with `shares`
   int64_t qkv_width_ = 0, heads_width_ = 0;  // maximum over all layers
   std::vector<float> added_;       // outputs before the norm and the residual addition
   std::vector<float> last_;        // hidden states of the tokens with logits; `kept_` has their heads' outputs

@@ -23,43 +23,58 @@ struct HeadCounts {
   int64_t queries, keys, value_size;
 };
 
-// Attention plans of a step. Layers with equal numbers of heads share one plan. The last layer has a separate plan, because it may
-// compute only the tokens whose logits are needed.
+// Returns the index of the first layer that may compute only the tokens whose logits are needed. This is the first layer of those
+// at the end with `shares`, or the last layer, which computes only keys and values of the other tokens.
+inline size_t first_of_few(const std::vector<Layer>& layers) {
+  size_t first = layers.size();
+  while (first > 0 && layers[first - 1].shares != 0) --first;
+  return std::min(first, layers.size() - 1);
+}
+
+// Attention plans of a step. Layers with equal numbers of heads share one plan. The layers from `first_of_few` on have separate
+// plans.
 class LayerPlans {
  public:
   struct Shared {
-    size_t layer;  // a layer that uses the plan
+    size_t layer;   // a layer that uses the plan
+    bool last;      // whether these layers may compute only the tokens whose logits are needed
+    size_t same;    // index of an earlier plan with the same numbers of heads, or of this plan
     AttentionPlan plan;
     Count num_attentions, num_merges;
   };
 
   explicit LayerPlans(const std::vector<Layer>& layers) : of_(layers.size(), 0) {
+    const auto find = [&](size_t layer, const auto& suits) {
+      const HeadCounts heads(layers[layer]);
+      const auto fits = [&](const Shared& shared) { return suits(shared) && heads.same_tasks(HeadCounts(layers[shared.layer])); };
+      return static_cast<size_t>(std::find_if(shared_.begin(), shared_.end(), fits) - shared_.begin());
+    };
     for (size_t index = 0; index < layers.size(); ++index) {
       if (layers[index].recurrence.kind != kNoRecurrence) continue;
-      const HeadCounts heads(layers[index]);
-      width_ = std::max(width_, part_width(heads.value_size));
-      size_t& found = of_[index];
-      while (found < shared_.size() && !heads.same_tasks(HeadCounts(layers[shared_[found].layer]))) ++found;
-      if (found == shared_.size()) shared_.emplace_back().layer = index;
+      width_ = std::max(width_, part_width(HeadCounts(layers[index]).value_size));
+      const bool last = index >= first_of_few(layers);
+      of_[index] = find(index, [last](const Shared& shared) { return shared.last == last; });
+      if (of_[index] < shared_.size()) continue;
+      const size_t same = find(index, [](const Shared&) { return true; });
+      Shared& shared = shared_.emplace_back();
+      shared.layer = index, shared.last = last, shared.same = same;
     }
-    last_.layer = layers.size() - 1;
   }
 
   // Plans the attention of all layers for `threads` threads. `attention` returns the attention of the layer with an index. If `few`
-  // is true, the last layer computes only the tokens whose logits are needed.
+  // is true, the layers from `first_of_few` on compute only the tokens whose logits are needed.
   template <class Attend>
   void plan(const Step& step, const Attend& attention, int threads, bool few) {
     num_parts_ = 0;
     for (Shared& shared : shared_) {
-      plan_attention(attention(shared.layer), threads, shared.plan);
+      if (const Shared& same = shared_[shared.same]; &same != &shared) shared.plan = same.plan;
+      else plan_attention(attention(shared.layer), threads, shared.plan);
+      if (shared.last && few) leave_out(step, shared.plan);
       count(shared);
     }
-    last_.plan = shared_[of_.back()].plan;
-    if (few) leave_out(step, last_.plan);
-    count(last_);
   }
 
-  const Shared& of(size_t layer) const { return layer == last_.layer ? last_ : shared_[of_[layer]]; }
+  const Shared& of(size_t layer) const { return shared_[of_[layer]]; }
 
   // Numbers of rows and of floats per row for the sums of separate segments.
   int64_t num_parts() const { return num_parts_; }
@@ -72,7 +87,7 @@ class LayerPlans {
     num_parts_ = std::max(num_parts_, shared.plan.num_parts);
   }
 
-  // Removes attention tasks all of whose tokens need no logits, because the last layer does not need their outputs.
+  // Removes attention tasks all of whose tokens need no logits, because the layers from `first_of_few` on do not need their outputs.
   void leave_out(const Step& step, AttentionPlan& plan) {
     wanted_before_.assign(step.num_tokens + 1, 0);
     for (int64_t i = 0; i < step.num_rows; ++i) wanted_before_[step.rows[i] + 1] = 1;
@@ -86,7 +101,6 @@ class LayerPlans {
   }
 
   std::deque<Shared> shared_;
-  Shared last_{};
   std::vector<size_t> of_;  // index of each layer's plan in `shared_`
   int64_t num_parts_ = 0, width_ = 0;
   std::vector<int64_t> wanted_before_;

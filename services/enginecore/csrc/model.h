@@ -53,7 +53,8 @@ struct Update {
 };
 
 // Range of rows, `first` to `end - 1`, which use the same LoRA adapter. `updates` has the adapter's updates of the products qkv,
-// output, gate_up and down of each layer, and then the update of the head. `width` is the largest rank of these updates.
+// output, gate_up and down and of the two products of `embedding` of each layer, then the updates of the head and of the projection
+// in LayerInputs. `width` is the largest rank of these updates.
 struct Segment {
   const Update* updates;
   int64_t first;
@@ -310,18 +311,39 @@ struct Latent {
   float key_eps;
 };
 
+// Embedding of token ids that a layer adds to its output, as in Gemma 4 E2B (see layer_embeddings.h). `gate` computes `size` numbers
+// from the hidden states after the MLP's addition. The activation of the model's gates is applied to these numbers, which are then
+// multiplied by the token's inputs for this layer (see LayerInputs). `projection` computes the addition, which has the norm `norm`.
+// If `gate.n` is 0, the layer has no such embedding.
+struct LayerEmbedding {
+  Linear gate;
+  Linear projection;
+  const float* norm;
+};
+
+// Inputs of the embeddings of all layers, [layers, size] for each token. They are the sum of the token's row in a table (see
+// LayerRows) and of the output of `projection` for the first layer's input. The norm `norm` [size], with the epsilon `eps`, is
+// applied to the part of this output for each layer. If `size` is 0, the layers have no embeddings of token ids.
+struct LayerInputs {
+  int64_t size;
+  Linear projection;
+  const float* norm;
+  float eps;
+};
+
 // Decoder layer. In `gate_up`, groups of kLanes rows of gate and of up alternate. `attention_out_norm` and `mlp_out_norm` are
 // applied to the outputs of attention and MLP before these outputs are added to the hidden states. Norms that the model does not
 // have are null. `rotary` is the index of the layer's rotary embedding among the `rotaries` of the step. If a layer has neither
 // `gate_up` nor experts, its MLP is computed outside the kernels. If the layer has both, the outputs of MLP and experts are added
 // to each other (see BesideNorms). If `gated` is not 0, output rows of `qkv` end with a gate, and the heads' outputs are multiplied
 // by the logistic function of this gate. If `norms_values` is not 0, values are normed without a weight. If `keys_as_values` is not
-// 0, `qkv` has no rows for values, and the values are the keys before their norm and rotation. A recurrent layer and a layer with
-// latent attention have no such heads, and their numbers and sizes of heads are 0. If `alone` is not 0, the layer has no MLP. If
+// 0, `qkv` has no rows for values, and the values are the keys before their norm and rotation. If `shares` is not 0, `qkv` has only
+// rows for queries, and the layer attends to the KV cache of an earlier layer, without writing to it. A recurrent layer and a layer
+// with latent attention have no such heads, and their numbers and sizes of heads are 0. If `alone` is not 0, the layer has no MLP. If
 // `parallel` is not 0, the input of `mlp_norm` is the layer's input, and not the sum of this input and the output of attention. The
 // outputs of attention and MLP are multiplied by `attention_factor` and `mlp_factor` before these outputs are added to the hidden
-// states. An output with a norm has the factor 1. After the addition of the MLP's output, the hidden states are multiplied by
-// `scale`.
+// states. An output with a norm has the factor 1. After the layer's last addition, which is that of the MLP's output or of
+// `embedding`, the hidden states are multiplied by `scale`.
 struct Layer {
   const float* input_norm;
   const float* attention_out_norm;
@@ -342,6 +364,7 @@ struct Layer {
   int64_t gated;
   int64_t norms_values;
   int64_t keys_as_values;
+  int64_t shares;
   int64_t alone;
   int64_t parallel;
   float attention_factor;
@@ -349,6 +372,7 @@ struct Layer {
   float scale;
   Recurrence recurrence;
   Latent latent;
+  LayerEmbedding embedding;
 };
 
 // Shared memory through which `size` ranks exchange data in pieces of `piece` bytes (see exchange.h). `base` is null for a single
@@ -395,6 +419,7 @@ struct Model {
   Linear head;
   Exchange exchange;
   Fusion fusion;
+  LayerInputs layer_inputs;
 };
 
 // Slots of a step's tokens, and block tables of its requests, in one KV cache group.
@@ -414,12 +439,21 @@ struct Rotary {
   int64_t size;
 };
 
+// Rows of the table [vocab, layers * size] with embeddings of token ids for all layers (see LayerInputs). The rows `ids` [tokens] of
+// the table belong to the step's tokens. The table's elements have the dtype `kind`. They are multiplied by `scale`.
+struct LayerRows {
+  const void* table;
+  int64_t kind;
+  float scale;
+  const int64_t* ids;
+};
+
 // Forward pass of a step, in one or more calls.
 // Before the first call, `x` [tokens, hidden] contains the embedded tokens. After the last call, `x` contains the last layer's
 // output before the final norm. If `embedding` [vocab, hidden] is not null, the kernels look up `token_ids` [tokens] in this table.
 // The table's elements have the dtype `embedding_kind`, or the table is a Linear (kPackedRows). They are multiplied by `embedding_scale`. `positions` [tokens] are indices of
 // rows of the rotary embeddings. `rows` [num_rows] are the indices of the tokens whose logits [num_rows, vocab] are needed. If
-// `keep_states` is 0, the last layer computes only these rows of `x`.
+// `keep_states` is 0, the last layer computes only these rows of `x`, and so do the layers at the end with `shares`.
 // If MLPs are computed outside the kernels, a step needs several calls. A call computes the layers `first` to `last - 1` and the
 // attention of layer `last`, and writes the input of the MLP of layer `last` to `mlp_input` [rows, hidden]. The next call starts
 // with the layer after `last` and reads the MLP's output from `mlp_output`. The rows are all tokens, or in the last layer the
@@ -470,6 +504,7 @@ struct Step {
   const float* deepstack;
   const StateStep* recurrent;
   const StateMemory* memories;
+  LayerRows layer_rows;
 };
 
 // Sampling of several tokens after a step, in a chain of further steps. The `rows` of the first step are the last tokens of the
@@ -477,7 +512,8 @@ struct Step {
 // Request i gets `counts[i]` tokens, at most `num_drafts`. Requests are sorted by `counts`, largest first. Tokens are sampled from
 // the first `width` logits as in Sampling. The tokens at index p of the chain use `uniforms[p]`. If a request needs more tokens
 // after the token at index p, a further step computes this token with the rows `positions[p]` of the step's rotary embeddings. The
-// step must look up its tokens in an embedding, and its block tables must have blocks for the new tokens. `vocabulary` [width] has
+// step must look up its tokens in an embedding, and its block tables must have blocks for the new tokens. A table in `layer_rows`
+// must have a row for each token. `vocabulary` [width] has
 // the token ID of each column of the logits, or is null if the index of each column is its token ID. In an EAGLE head (see Fusion),
 // the hidden states for a sampled token are the head's output for the token before it.
 struct Chain {

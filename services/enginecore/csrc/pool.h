@@ -80,7 +80,7 @@ class Count {
 
 class Pool {
  public:
-  static constexpr int kMaxPhases = 30112;  // maximum number of phases of a program; a decoder layer has at most 37 phases
+  static constexpr int kMaxPhases = 37312;  // maximum number of phases of a program; a decoder layer has at most 46 phases
   // Program and its argument as one object, so that a late thread never combines the program of one job with the argument of
   // another job.
   struct Job {

@@ -58,6 +58,11 @@ inline void layer_norm(const float* x, const float* weight, float* out, int64_t 
   for (; i < n; ++i) out[i] = weight[i] * ((x[i] - of.mean) * of.scale) + bias[i];
 }
 
+// Applies a norm of the model `m` to `x`.
+inline void apply_norm(const Model& m, const float* x, const float* weight, float* out, int64_t n) {
+  (m.centers ? layer_norm : rms_norm)(x, weight, out, n, m.eps);
+}
+
 // Applies a rotary embedding in place. Each element x of the first half is rotated with the element y of the second half: (x, y) ->
 // (x cos - y sin, y cos + x sin).
 inline void rotate(float* x, const float* cosines, const float* sines, int64_t size) {

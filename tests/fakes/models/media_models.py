@@ -113,8 +113,6 @@ def _families() -> dict[str, _Family]:
 
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "llama", "gemma4")
-WITHOUT_DECODER = ("gemma4",)
-"""Families that no decoder with kernels computes: layers share keys and values, and read embeddings of token ids."""
 
 
 def make(family: str, **changes: Any) -> tuple[LoadedModel, Any]:

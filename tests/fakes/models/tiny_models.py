@@ -319,7 +319,7 @@ _RECURRENT: dict[str, dict[str, Any]] = {
 _LONG_MEMORY = ("bailing_hybrid", "falcon_mamba", "jamba", "kimi_linear", "mamba")
 _TIME_STEPS = ("dt_bias", "dt_proj.bias")
 """Biases of time steps. With larger biases, states of ``_LONG_MEMORY`` would decay to nothing within a span."""
-_SCALED = ("gemma4", "gemma4_moe")
+_SCALED = ("gemma4", "gemma4_moe", "gemma4_shared")
 """Model types with several norms and factors of the same size, which would be interchangeable if all were 1."""
 WITHOUT_ATTENTION = ("falcon_mamba", "mamba", "mamba2")
 """Model types without attention layers."""

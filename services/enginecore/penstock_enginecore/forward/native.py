@@ -29,6 +29,7 @@ from penstock_enginecore.forward.native_inputs import (
     ChainedTokens,
     EmbeddingLookup,
     EmbeddingRows,
+    LayerLookup,
     StepRotaries,
     expect_embeddings,
     expect_no_media,
@@ -146,8 +147,8 @@ class DecoderAdapters:
 
 
 def _places(module: PreTrainedModel, plan: ModelPlan) -> Iterator[_Place]:
-    """Yield the matrix products in the order of the kernels' decoder: for each layer qkv, output, gate and up, and
-    down, then the head.
+    """Yield the matrix products in the order of the kernels' decoder: for each layer qkv, output, gate and up, down,
+    and the two products of the embedding, then the head and the projection to the inputs of these embeddings.
     """
     names = {id(each): name for name, each in module.named_modules()}
 
@@ -162,7 +163,9 @@ def _places(module: PreTrainedModel, plan: ModelPlan) -> Iterator[_Place]:
         gated = layer.mlp if isinstance(layer.mlp, MLPPlan) else None
         yield place(*gated.gate_up, interleaved=gated.gated) if gated else _Place({})
         yield place(gated.down) if gated else _Place({})
+        yield from map(place, layer.embedding.linears) if layer.embedding else (_Place({}), _Place({}))
     yield place() if plan.head is None else place(plan.head)
+    yield _Place({}) if plan.layer_inputs is None else place(plan.layer_inputs.projection)
 
 
 T = TypeVar("T")
@@ -253,9 +256,6 @@ class NativeForward(KernelDecoder):
         *,
         adapts: bool = False,
     ) -> None:
-        if probed.donors:
-            reader, donor = next(iter(probed.donors.items()))
-            raise UnsuitableError(f"{reader} shares the keys and values of {donor}")
         module = probed.model.module
         plan = (plan_hybrid if probed.states else plan_model)(module, probed.calls)
         reason = unsuitable_part(probed.model, plan, part)
@@ -272,6 +272,7 @@ class NativeForward(KernelDecoder):
             raise UnsuitableError(reason)
         embedding = EmbeddingLookup(module.get_input_embeddings())
         super().__init__(library, module, plan, probed.specs, embedding, probed.model.max_len, run, part)
+        self._layer_lookup = LayerLookup(plan.layer_inputs)
         self._part, self._seams = part, seams
         self.states = StateMemory(
             {name: msgspec.structs.replace(spec, input_size=4) for name, spec in probed.states.items()},
@@ -352,7 +353,7 @@ class NativeForward(KernelDecoder):
         model.
         """
         alone = self._part is None and self._seams is None
-        known = self._embedding.rows(np.zeros(0, dtype=np.int64)) is not None
+        known = self._embedding.rows(np.zeros(0, dtype=np.int64)) is not None and self._layer_lookup.takes(0)
         inside = not self._layers.outside and not self.states.specs
         return alone and known and inside and self._model.head.n > 0
 
@@ -368,6 +369,8 @@ class NativeForward(KernelDecoder):
         expect_no_media(batch)
         x, embedding = self._entering(batch)
         expect_embeddings(embedding, draws.vocab_size)
+        if not self._layer_lookup.takes(draws.vocab_size):
+            raise IndexError(f"the layers have no embeddings of {draws.vocab_size} token ids")
         if draws.vocab_size > self._model.head.n:
             raise IndexError(f"cannot sample from {draws.vocab_size} tokens: the model has {self._model.head.n} logits")
         chained = ChainedTokens(batch, draws)
@@ -414,6 +417,7 @@ class NativeForward(KernelDecoder):
         step = self.step(batch, x, embedding, rotaries)
         step.num_rows, step.rows, step.logits = len(rows), rows.ctypes.data, logits.data_ptr()
         step.sum_nanoseconds = self._sum_nanoseconds.ctypes.data
+        self._layer_lookup.give(step, batch)
         if self.states.specs:
             if batch.states is None:
                 raise RuntimeError("the step has no states for the model's recurrent layers")

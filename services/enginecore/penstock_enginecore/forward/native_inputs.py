@@ -11,10 +11,11 @@ import torch
 
 from penstock_enginecore.attention.base import IntArray
 from penstock_enginecore.forward.base import ChainedDraws, ForwardBatch
+from penstock_enginecore.models.decoder_plan import LayerInputsPlan
 from penstock_enginecore.models.dtypes import NarrowWeight
 from penstock_enginecore.models.plan_reader import embedding_scale
 from penstock_enginecore.native.attention import key_ends_of
-from penstock_enginecore.native.ffi_structs import Chain, Rotary, Step
+from penstock_enginecore.native.ffi_structs import Chain, LayerRows, Rotary, Step
 from penstock_enginecore.native.linear import PackedEmbedding
 from penstock_enginecore.native.weights import KINDS, PACKED_ROWS, PackedWeight
 
@@ -83,6 +84,41 @@ class EmbeddingLookup:
     def of(self, token_ids: IntArray) -> torch.Tensor:
         """Return the embeddings float32 ``[tokens, hidden]`` that the module computes."""
         return cast("torch.Tensor", self._embedding(torch.from_numpy(token_ids))).float()
+
+
+class LayerLookup:
+    """Looks up the embeddings of token ids that each layer of a model adds to its output. ``plan`` is the plan of these
+    layers' inputs, or None if the model has no such embeddings.
+    """
+
+    def __init__(self, plan: LayerInputsPlan | None) -> None:
+        self._plan = plan
+        self._lookup = None if plan is None else EmbeddingLookup(plan.embedding)
+        self._memory: tuple[EmbeddingRows, IntArray] | None = None
+
+    def takes(self, vocab_size: int) -> bool:
+        """Return whether the kernels can look up the embeddings of the token ids below ``vocab_size``."""
+        rows = None if self._lookup is None else self._lookup.rows(np.zeros(0, dtype=np.int64))
+        return self._lookup is None or (rows is not None and rows.count >= vocab_size)
+
+    def give(self, step: Step, batch: ForwardBatch) -> None:
+        """Set the embeddings of the tokens of ``batch``, the batch of ``step``. The step points into memory that this
+        object keeps until the next call.
+
+        Raises IndexError if a token id is out of range.
+        """
+        if self._plan is None or self._lookup is None:
+            return
+        ids = batch.token_ids
+        if batch.replaced is not None:
+            ids = ids.copy()
+            ids[batch.replaced.numpy()] = self._plan.id_of_media
+        rows = self._lookup.rows(ids)
+        if rows is None:
+            table = self._lookup.of(ids).contiguous()
+            ids, rows = np.arange(len(ids)), EmbeddingRows(table, len(table), KINDS[torch.float32])
+        self._memory = rows, ids
+        step.layer_rows = LayerRows(rows.pointer, rows.kind, rows.scale * self._plan.scale, ids.ctypes.data)
 
 
 @dataclass(frozen=True, slots=True)

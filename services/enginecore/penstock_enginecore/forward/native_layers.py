@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from penstock_common.memory import give_back_free
-from penstock_enginecore.attention.kv_cache import KVMemory, LayerCaches
+from penstock_enginecore.attention.kv_cache import KVMemory, LayerCache, LayerCaches
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
 from penstock_enginecore.forward.base import ForwardBatch
 from penstock_enginecore.forward.modules import module_bytes
@@ -30,6 +30,8 @@ from penstock_enginecore.models.decoder_plan import (
     BesidePlan,
     ExpertsPlan,
     LatentPlan,
+    LayerEmbeddingPlan,
+    LayerInputsPlan,
     LayerPlan,
     MLPPlan,
     ModelPlan,
@@ -54,6 +56,8 @@ from penstock_enginecore.native.ffi_structs import (
     Group,
     Latent,
     Layer,
+    LayerEmbedding,
+    LayerInputs,
     Linear,
     Mixture,
     Model,
@@ -73,9 +77,9 @@ _RECURRENCES = {"delta rule": 1, "duality": 2, "short convolution": 3}
 
 
 def linears(layer: LayerPlan) -> list[Any]:
-    """Return all linear layers that ``DecoderLayers`` packs, except the linear layers of MLPs that are mixtures of experts."""
-    router = [layer.beside.router] if layer.beside else []
-    return layer.attention.linears + (layer.mlp.linears if isinstance(layer.mlp, MLPPlan) else []) + router
+    """Return all linear layers of a layer that ``DecoderLayers`` packs, except those of MLPs that are mixtures of experts."""
+    more = ([layer.beside.router] if layer.beside else []) + (layer.embedding.linears if layer.embedding else [])
+    return layer.attention.linears + (layer.mlp.linears if isinstance(layer.mlp, MLPPlan) else []) + more
 
 
 def empty(linear: Any) -> None:
@@ -143,6 +147,8 @@ class DecoderLayers:
         plan = self._plan
         for linear in (each for layer in plan.layers for each in linears(layer)):
             empty(linear)
+        if plan.layer_inputs is not None:
+            empty(plan.layer_inputs.projection)
         if plan.head is not None and plan.head.weight is not plan.embedding:
             empty(plan.head)
 
@@ -164,7 +170,22 @@ class DecoderLayers:
             self.norm(plan.norm, 1 / plan.logits_divisor),
             Linear() if self.head is None else self.head.struct,
             _exchange(part),
+            layer_inputs=self._layer_inputs(plan.layer_inputs),
         )
+
+    def _layer_inputs(self, plan: LayerInputsPlan | None) -> LayerInputs:
+        if plan is None:
+            return LayerInputs()
+        # The kernels do not scale the product. Its norm is the same with another epsilon.
+        eps = plan.norm.eps / plan.projection_scale**2
+        projection = self.pack(plan.projection.weight, plan.projection.bias)
+        return LayerInputs(plan.norm.size, projection, self.norm(plan.norm, plan.scale), eps)
+
+    def _layer_embedding(self, plan: LayerEmbeddingPlan | None) -> LayerEmbedding:
+        if plan is None:
+            return LayerEmbedding()
+        gate, projection = (self.pack(linear.weight, linear.bias) for linear in plan.linears)
+        return LayerEmbedding(gate, projection, self.norm(plan.norm))
 
     def _layer(self, index: int, layer: LayerPlan) -> Layer:
         attention, mlp = layer.attention, layer.mlp
@@ -172,7 +193,7 @@ class DecoderLayers:
         qkv = self._first_product(attention)
         output = self.pack(attention.output.weight, attention.output.bias)
         how, recurrence, latent = Params(), Recurrence(), Latent()
-        heads, (rotary, *kinds) = (0, 0, 0), (0, False, False, False)
+        heads, (rotary, *kinds) = (0, 0, 0), (0, False, False, False, False)
         if isinstance(attention, RecurrentPlan):
             recurrence = self._recurrence(attention)
         else:
@@ -181,6 +202,7 @@ class DecoderLayers:
         if isinstance(attention, AttentionPlan):
             heads = (attention.num_heads, attention.num_kv_heads, attention.head_size)
             kinds = [attention.gated, attention.value_eps is not None, attention.keys_as_values]
+            kinds.append(attention.donor is not None)
         elif isinstance(attention, LatentPlan):
             latent = self._latent(attention)
         if isinstance(mlp, MLPPlan):
@@ -209,6 +231,7 @@ class DecoderLayers:
             layer.layer_scale,
             recurrence,
             latent,
+            self._layer_embedding(layer.embedding),
         )
 
     def _latent(self, plan: LatentPlan) -> Latent:
@@ -448,7 +471,11 @@ class KernelDecoder:
     def bind(self, caches: LayerCaches) -> None:
         """Use the KV caches ``caches`` from now on, by layer name in order of execution."""
         of = iter([caches[name] for name in self.specs] if caches else [])
-        bound = [None if isinstance(each.attention, RecurrentPlan) else next(of, None) for each in self._plan.layers]
+        bound: list[LayerCache | None] = []
+        for attention in (layer.attention for layer in self._plan.layers):
+            donor = attention.donor if isinstance(attention, AttentionPlan) else None
+            own = None if donor is not None or isinstance(attention, RecurrentPlan) else next(of, None)
+            bound.append(own if donor is None else bound[donor])
         self._caches = (Cache * len(bound))(*(Cache() if each is None else cache_struct(each.cache) for each in bound))
         self._layer_groups = np.array([0 if each is None else each.group for each in bound], dtype=np.int64)
         self._bound = caches  # keeps the memory alive, because the structs point into it

@@ -10,6 +10,7 @@ from penstock_enginecore.models.decoder_plan import (
     AttentionPlan,
     BesidePlan,
     LatentPlan,
+    LayerEmbeddingPlan,
     LayerPlan,
     MLPPlan,
     ModelPlan,
@@ -45,14 +46,25 @@ def unsuitable(library: NativeLibrary, plan: ModelPlan, specs: Mapping[str, KVCa
     if len({layer.residual_scale for layer in plan.layers}) > 1:
         return "the model's layers scale residual additions differently"
     if plan.layers[0].residual_scale != 1 and any(
-        layer.attention.norms or any(layer.norms_after) for layer in plan.layers
+        layer.attention.norms or any(layer.norms_after) or layer.embedding for layer in plan.layers
     ):
         return "the model scales residual additions, and norms other values than hidden states"
     if plan.logits_divisor != 1 and plan.head is not None and (plan.norm is None or plan.head.bias is not None):
         return "the model scales logits, and has no final norm or a head with a bias"
     if len({(each.mlp.activation, each.mlp.gated) for each in plan.layers if isinstance(each.mlp, MLPPlan)}) > 1:
         return "the model's MLPs have different activation functions"
+    if any(
+        isinstance(each.attention, AttentionPlan) and each.attention.donor is not None for each in plan.layers
+    ) and any(not isinstance(each.mlp, MLPPlan) for each in plan.layers):
+        return "some of the model's layers share keys and values, and some have other MLPs than dense ones"
+    if any(layer.embedding and not _gates_alike(layer.mlp, layer.embedding) for layer in plan.layers):
+        return "the model's embeddings of token ids in each layer have another activation function than its gates"
     return next((reason for layer in plan.layers if (reason := _unsuitable_mlp(library, layer))), None)
+
+
+def _gates_alike(mlp: object, embedding: LayerEmbeddingPlan) -> bool:
+    """Return whether the gates of an MLP and of a layer's embedding have the same activation function."""
+    return isinstance(mlp, MLPPlan) and mlp.gated and mlp.activation == embedding.activation
 
 
 def _unsuitable_latents(library: NativeLibrary, plan: ModelPlan, specs: Mapping[str, KVCacheSpec]) -> str | None:

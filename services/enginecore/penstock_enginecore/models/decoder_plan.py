@@ -76,6 +76,9 @@ class AttentionPlan:
         value_eps: Epsilon of an RMSNorm without weights that is applied to values, or None.
         keys_as_values: Whether ``qkv`` has no projection to values. The values are then the keys before their norm and
             rotation.
+        norms: Norms of queries and keys, or None. The norm of keys is None if there is a ``donor``.
+        donor: Index of the layer whose keys and values this layer reads, or None. With a donor, ``qkv`` is only the
+            projection to queries.
     """
 
     qkv: tuple[Linear, ...]
@@ -83,18 +86,27 @@ class AttentionPlan:
     num_heads: int
     num_kv_heads: int
     head_size: int
-    norms: tuple[Norm, Norm] | None
+    norms: tuple[Norm, Norm | None] | None
     rotary: int
     params: AttentionParams
     gated: bool = False
     query_scale: QueryScale | None = None
     value_eps: float | None = None
     keys_as_values: bool = False
+    donor: int | None = None
 
     @property
     def linears(self) -> list[Linear]:
         """All linear layers of the attention."""
         return [*self.qkv, self.output]
+
+    @property
+    def own_norms(self) -> tuple[Norm, Norm] | None:
+        """Norms of queries and keys of a layer with keys of its own, or None."""
+        if self.norms is None:
+            return None
+        query_norm, key_norm = self.norms
+        return query_norm, present(key_norm, "norm of keys")
 
     @property
     def norms_all_heads(self) -> bool:
@@ -337,6 +349,44 @@ class BesidePlan:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerEmbeddingPlan:
+    """Embedding of token ids that a layer adds to its output, as in Gemma 4 E2B. ``gate`` computes a few numbers from the
+    hidden states. The activation is applied to them, and they are multiplied by the token's inputs for this layer; see
+    ``LayerInputsPlan``. ``projection`` and then ``norm`` compute the addition.
+    """
+
+    gate: Linear
+    projection: Linear
+    norm: Norm
+    activation: Activation
+
+    @property
+    def linears(self) -> list[Linear]:
+        """All linear layers of the embedding."""
+        return [self.gate, self.projection]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInputsPlan:
+    """Inputs of the embeddings of all layers, ``[layers, size]`` for each token: the sum of the token's row in the
+    table of ``embedding``, and of the normed output of ``projection`` for the first layer's input, times ``scale``.
+
+    Attributes:
+        embedding: Module that returns rows ``[layers * size]``.
+        projection_scale: Factor of the output of ``projection`` before the norm.
+        norm: Norm of the ``size`` outputs for a layer.
+        id_of_media: Token id whose row belongs to tokens with media.
+    """
+
+    embedding: torch.nn.Module
+    projection: Linear
+    projection_scale: float
+    norm: Norm
+    scale: float
+    id_of_media: int
+
+
+@dataclass(frozen=True, slots=True)
 class LayerPlan:
     """Layer of a model. The order of operations is: norm, attention, norm, add, norm, MLP, norm, add. A layer may leave
     out some of the norms.
@@ -346,7 +396,7 @@ class LayerPlan:
     factors of the output of attention and of the output of the MLP. ``layer_scale`` multiplies the result of the last
     add. A recurrent layer may replace attention. A layer without MLP ends after the first addition. In a ``parallel``
     layer, the input of the norm before the MLP is the layer's input. ``beside`` is a mixture of experts in a layer that
-    also has an MLP.
+    also has an MLP. ``embedding`` is added after the MLP.
     """
 
     name: str
@@ -361,6 +411,7 @@ class LayerPlan:
     layer_scale: float = 1.0
     parallel: bool = False
     beside: BesidePlan | None = None
+    embedding: LayerEmbeddingPlan | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,6 +422,7 @@ class ModelPlan:
         embedding_scale: Factor by which the module multiplies embeddings, or None if the module does more than scale.
         input_scale: Factor of all inputs of the first layer, also of embeddings that the client or an encoder computed.
         rotary_variants: Arguments of ``rotary`` for each variant.
+        layer_inputs: Inputs of the layers' embeddings of token ids, or None if the layers have no such embeddings.
     """
 
     family: Family
@@ -384,6 +436,7 @@ class ModelPlan:
     logits_softcap: float | None
     rotary: torch.nn.Module
     rotary_variants: tuple[tuple[str, ...], ...]
+    layer_inputs: LayerInputsPlan | None = None
 
     @property
     def linears(self) -> list[Linear]:
@@ -395,7 +448,8 @@ class ModelPlan:
             found += mlp.linears if isinstance(mlp, MLPPlan) else []
             if isinstance(layer.mlp, ExpertsPlan) and layer.mlp.shared_gate is not None:
                 found.append(layer.mlp.shared_gate)
-        return found
+            found += layer.embedding.linears if layer.embedding else []
+        return [*found, self.layer_inputs.projection] if self.layer_inputs else found
 
     @property
     def stacks(self) -> list[QuantizedStack]:
@@ -414,10 +468,11 @@ class ModelPlan:
     @property
     def norms(self) -> list[Norm]:
         """All norms of hidden states, queries and keys."""
-        found: list[Norm | None] = [self.norm]
+        found: list[Norm | None] = [self.norm, self.layer_inputs.norm if self.layer_inputs else None]
         for layer in self.layers:
             found += [*layer.norms_before, *layer.norms_after, *(layer.attention.norms or ())]
             found += layer.beside.norms if layer.beside else []
+            found += [layer.embedding.norm] if layer.embedding else []
         return [norm for norm in found if norm is not None]
 
     def turns(

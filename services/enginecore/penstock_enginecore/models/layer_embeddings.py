@@ -24,5 +24,10 @@ def layer_inputs(base: Any, token_ids: torch.Tensor, replaced: torch.Tensor | No
             their layers read the embedding of the padding token.
     """
     if replaced is not None:
-        token_ids[replaced] = base.config.pad_token_id or 0
+        token_ids[replaced] = id_of_media(base)
     return {"per_layer_inputs": base.get_per_layer_inputs(token_ids[None])}
+
+
+def id_of_media(base: Any) -> int:
+    """Return the token id whose embedding layers read for tokens with media, as in transformers: that of padding."""
+    return int(base.config.pad_token_id or 0)

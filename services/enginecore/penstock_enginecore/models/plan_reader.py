@@ -23,6 +23,8 @@ from penstock_enginecore.models.decoder_plan import (
     ExpertsWeight,
     GroupedRouting,
     LatentPlan,
+    LayerEmbeddingPlan,
+    LayerInputsPlan,
     LayerPlan,
     Linear,
     MLPPlan,
@@ -42,6 +44,7 @@ from penstock_enginecore.models.families import (
     sums_to_one,
 )
 from penstock_enginecore.models.latent_hook import LatentHeads
+from penstock_enginecore.models.layer_embeddings import has_layer_embeddings, id_of_media
 from penstock_enginecore.models.quantization.layers import (
     DOWN,
     GATE_UP,
@@ -49,6 +52,7 @@ from penstock_enginecore.models.quantization.layers import (
     QuantizedLinear,
 )
 from penstock_enginecore.models.rope import query_scale, rotary_query_scale
+from penstock_enginecore.models.sharing import donor_calls
 
 _ACTIVATIONS: Mapping[str, Activation] = {
     "SiLU": "silu",
@@ -87,6 +91,10 @@ _BESIDE_PARTS = (
     *("post_feedforward_layernorm_1", "post_feedforward_layernorm_2"),
 )
 """Names of a layer's parts that only layers with both an MLP and a mixture of experts have, as in Gemma 4."""
+_LAYER_EMBEDDING_PARTS = ("act_fn", "per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm")
+"""Names of a layer's parts that add an embedding of the token's id."""
+_LAYER_INPUT_PARTS = ("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm")
+"""Names of a model's parts that compute the inputs of these layers."""
 _NORM_KINDS = {"RMSNorm": False, "L2Norm": False, "LayerNorm": True, "LayerNorm1P": True}
 """Whether norms subtract the mean, by the end of the name of the norm's class."""
 _IDLE_PARTS = frozenset({"resid_attn_dropout", "resid_mlp_dropout", "resid_dropout", "hidden_norm"})
@@ -103,7 +111,8 @@ def plan_model(module: Any, calls: Sequence[AttentionCall]) -> ModelPlan:
     reader = PlanReader(FAMILIES[kind], base)
     reader.expect(module, "ForCausalLM", ("model", "lm_head"))
     idle = ("embed_dropout",) if hasattr(base, "embed_dropout") else ()
-    reader.expect(base, "Model", ("embed_tokens", "layers", _named_part(base, _FINAL_NORMS), "rotary_emb", *idle))
+    more = _LAYER_INPUT_PARTS if has_layer_embeddings(base) else idle
+    reader.expect(base, "Model", ("embed_tokens", "layers", _named_part(base, _FINAL_NORMS), "rotary_emb", *more))
     return reader.model(module.config, module.lm_head, base.embed_tokens, calls)
 
 
@@ -147,12 +156,15 @@ class PlanReader:
         self._family = family
         self._base = base
         self._names = {part: f"model.{name}".rstrip(".") for name, part in base.named_modules()}
+        self._donors: dict[torch.nn.Module, int] = {}
 
     def model(self, config: Any, head: Any, embedding: Any, calls: Sequence[AttentionCall]) -> ModelPlan:
         """Return the plan of a model. ``calls`` are the attention calls of one forward pass, in order."""
         base, layers = self._base, _own_layers(self._base)
         if [call.module for call in calls] != [layer.self_attn for layer in layers]:
             raise UnsuitableError("the model does not call its layers in the order in which it lists them")
+        order = {call.module: index for index, call in enumerate(calls)}
+        self._donors = {reader: order[donor.module] for reader, donor in donor_calls(calls).items()}
         self.expect(base.rotary_emb, "RotaryEmbedding", ())
         kinds = [self._rotary_variant(call) for call in calls]
         variants = sorted(set(kinds))
@@ -172,6 +184,18 @@ class PlanReader:
             logits_softcap=getattr(config, "final_logit_softcapping", None),
             rotary=base.rotary_emb,
             rotary_variants=tuple(variants),
+            layer_inputs=self._layer_inputs() if has_layer_embeddings(base) else None,
+        )
+
+    def _layer_inputs(self) -> LayerInputsPlan:
+        base = self._base
+        return LayerInputsPlan(
+            embedding=base.embed_tokens_per_layer,
+            projection=self.linear(base.per_layer_model_projection),
+            projection_scale=float(base.per_layer_model_projection_scale),
+            norm=present(self.norm(base.per_layer_projection_norm), "norm of the inputs of all layers"),
+            scale=float(base.per_layer_input_scale),
+            id_of_media=id_of_media(base),
         )
 
     def _factor(self, config: Any, place: Factor, factor: float = 1.0) -> float:
@@ -191,7 +215,9 @@ class PlanReader:
         idle = _IDLE_PARTS & layer._modules.keys()
         mlp, config = mlp_part(layer), self._base.config
         beside = _BESIDE_PARTS if _has_both(layer) else ()
-        self.expect(layer, "DecoderLayer", ("self_attn", _named_part(layer, _MLP_NAMES), *named, *idle, *beside))
+        embedding = _LAYER_EMBEDDING_PARTS if hasattr(layer, "per_layer_input_gate") else ()
+        more = (*named, *idle, *beside, *embedding)
+        self.expect(layer, "DecoderLayer", ("self_attn", _named_part(layer, _MLP_NAMES), *more))
         first, second, third, last = (self.norm(getattr(layer, name, None)) for name in names)
         after = [self.norm(getattr(layer, name, None)) for name in after_names]
         around = third is not None or last is not None  # in other models, the second norm is before the MLP
@@ -211,14 +237,25 @@ class PlanReader:
             layer_scale=float(getattr(layer, "layer_scalar", 1.0)),
             parallel=self._family.parallel,
             beside=self._beside(layer) if beside else None,
+            embedding=self._layer_embedding(layer) if embedding else None,
+        )
+
+    def _layer_embedding(self, layer: Any) -> LayerEmbeddingPlan:
+        return LayerEmbeddingPlan(
+            gate=self.linear(layer.per_layer_input_gate),
+            projection=self.linear(layer.per_layer_projection),
+            norm=present(self.norm(layer.post_per_layer_input_norm), "norm of a layer's embedding"),
+            activation=self.activation(layer, "act_fn"),
         )
 
     def attention(
         self, attention: Any, call: AttentionCall, rotary: int, names: AttentionNames = AttentionNames()
     ) -> AttentionPlan:
         """Return the plan of the attention module that made the attention call ``call``."""
-        keys_as_values = bool(getattr(attention, "use_alternative_attention", False)) and not names.gated
-        separate = ("q_proj", "k_proj") if keys_as_values else ("q_proj", "k_proj", "v_proj")
+        donor = self._donors.get(attention)
+        alternative = bool(getattr(attention, "use_alternative_attention", False)) and not names.gated
+        keys_as_values = alternative and donor is None
+        separate = ("q_proj",) if donor is not None else ("q_proj", "k_proj", "v_proj")[: 2 if keys_as_values else 3]
         projections = ("qkv_proj",) if hasattr(attention, "qkv_proj") else separate
         pair = names.norms or next((each for each in _QUERY_KEY_NORMS if hasattr(attention, each[0])), ())
         norms = [name for name in pair if hasattr(attention, name)]
@@ -233,25 +270,28 @@ class PlanReader:
         if call.value.shape[1:] != (num_kv_heads, head_size):
             raise UnsuitableError(f"in {name}, the head size of values differs from the head size of keys")
         qkv = tuple(self.linear(getattr(attention, projection)) for projection in projections)
-        heads = num_heads * (1 + names.gated) + num_kv_heads * (1 if keys_as_values else 2)
+        heads = num_heads * (1 + names.gated) + num_kv_heads * (len(separate) - 1)
         if sum(each.out_features for each in qkv) != head_size * heads:
             raise UnsuitableError(f"the sizes of the projections of {name} do not match its number and size of heads")
         query_norm, key_norm = (
-            (self.norm(getattr(attention, norm), head_size) for norm in norms) if norms else (None, None)
+            self.norm(getattr(attention, norm), head_size) if norm in norms else None for norm in pair or ("", "")
         )
+        if donor is None and (query_norm is None) != (key_norm is None):
+            raise UnsuitableError(f"{name} norms either queries or keys, but not both")
         return AttentionPlan(
             qkv=qkv,
             output=self.linear(getattr(attention, output)),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_size=head_size,
-            norms=None if query_norm is None or key_norm is None else (query_norm, key_norm),
+            norms=None if query_norm is None else (query_norm, key_norm),
             rotary=rotary,
             params=call.params,
             gated=names.gated,
             query_scale=rotary_query_scale(attention.config) if self._family.scales_queries else query_scale(attention),
             value_eps=None if value_norm is None else self._plain_norm(value_norm),
             keys_as_values=keys_as_values,
+            donor=donor,
         )
 
     def _latent(self, attention: Any, call: AttentionCall, rotary: int) -> LatentPlan:

@@ -244,6 +244,20 @@ class Latent(ctypes.Structure):
     ]
 
 
+class LayerEmbedding(ctypes.Structure):
+    """Embedding of token ids that a layer adds to its output. All fields are 0 if the layer has none."""
+
+    _fields_ = [("gate", Linear), ("projection", Linear), ("norm", _Pointer)]
+
+
+class LayerInputs(ctypes.Structure):
+    """Inputs of the embeddings of token ids in all layers: ``size`` numbers for each layer. All fields are 0 if the
+    layers have no such embeddings.
+    """
+
+    _fields_ = [("size", _Int), ("projection", Linear), ("norm", _Pointer), ("eps", ctypes.c_float)]
+
+
 class Layer(ctypes.Structure):
     """Decoder layer. Norms that the layer does not have are null. ``rotary`` is the index of the layer's rotary
     embedding among the step's rotary embeddings. A recurrent layer and a layer with latent attention have no heads.
@@ -269,6 +283,7 @@ class Layer(ctypes.Structure):
         ("gated", _Int),
         ("norms_values", _Int),
         ("keys_as_values", _Int),
+        ("shares", _Int),
         ("alone", _Int),
         ("parallel", _Int),
         ("attention_factor", ctypes.c_float),
@@ -276,6 +291,7 @@ class Layer(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("recurrence", Recurrence),
         ("latent", Latent),
+        ("embedding", LayerEmbedding),
     ]
 
 
@@ -317,6 +333,7 @@ class Model(ctypes.Structure):
         ("head", Linear),
         ("exchange", Exchange),
         ("fusion", Fusion),
+        ("layer_inputs", LayerInputs),
     ]
 
 
@@ -332,6 +349,12 @@ class Rotary(ctypes.Structure):
     """
 
     _fields_ = [("cosines", _Pointer), ("sines", _Pointer), ("query_scales", _Pointer), ("size", _Int)]
+
+
+class LayerRows(ctypes.Structure):
+    """Table with embeddings of token ids for all layers, and the rows of the step's tokens in this table."""
+
+    _fields_ = [("table", _Pointer), ("kind", _Int), ("scale", ctypes.c_float), ("ids", _Pointer)]
 
 
 class Step(ctypes.Structure):
@@ -374,6 +397,7 @@ class Step(ctypes.Structure):
         ("deepstack", _Pointer),
         ("recurrent", ctypes.POINTER(StateStep)),
         ("memories", ctypes.POINTER(StateMemory)),
+        ("layer_rows", LayerRows),
     ]
 
 

@@ -29,7 +29,7 @@ from penstock_enginecore.models.loader import LoadedModel
 from penstock_enginecore.pooling.config import PoolingConfig
 from penstock_enginecore.pooling.embedder import PoolingModel
 from tests.fakes.engines.instruction_sets import runnable
-from tests.fakes.models.media_models import FAMILIES, MAX_LEN, VOCAB, WITHOUT_DECODER, FakeEncoder, make, spans_masks
+from tests.fakes.models.media_models import FAMILIES, MAX_LEN, VOCAB, FakeEncoder, make, spans_masks
 from tests.fakes.models.recorded_launches import RecordedGraph, RecordedKernels
 from tests.fakes.models.torch_kernels import TorchKernels
 
@@ -37,8 +37,7 @@ CPU = torch.device("cpu")
 BLOCK, BLOCKS = 16, 5
 ISAS = [isa for isa in runnable() if isa != "avx512_bf16"]
 BUILDS = ["reference", "cpu", "triton", "replayed", *ISAS]
-DECODED = tuple(family for family in FAMILIES if family not in WITHOUT_DECODER)
-BUILDS_OF = [(family, name) for family in FAMILIES for name in BUILDS if family in DECODED or name not in ISAS]
+BUILDS_OF = [(family, name) for family in FAMILIES for name in BUILDS]
 
 
 @pytest.fixture(autouse=True)
@@ -258,7 +257,7 @@ def test_rows_may_go_behind_all_layers(isa: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["reference", *ISAS])
-@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3", "gemma4"])
 def test_after_the_last_attention_only_rows_with_requested_logits_are_computed(family: str, name: str) -> None:
     model, twin = make(family)
     forward = build(model, name)
@@ -301,7 +300,7 @@ def test_what_media_bring_matters(family: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("family", DECODED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_steps_of_text_have_the_bits_that_they_have_where_media_are_named(family: str, isa: str) -> None:
     model, _ = make(family)
     forward = build(model, isa)
@@ -314,7 +313,7 @@ def test_steps_of_text_have_the_bits_that_they_have_where_media_are_named(family
         assert torch.equal(forward.run(named, rows).logits, forward.run(plain, rows).logits)
 
 
-@pytest.mark.parametrize("family", DECODED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_hidden_states_are_those_of_the_modules(family: str) -> None:
     kept = []
     for name in ("reference", ISAS[-1]):

@@ -1,5 +1,6 @@
 """Plans of models' layers, and refusals of unknown layers."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,11 @@ import torch
 
 from penstock_enginecore.forward.cuda.decoder import fused_plan
 from penstock_enginecore.forward.cuda.mlp import mlp_of
-from penstock_enginecore.models.decoder_plan import ClampedGate, ExpertsPlan, MLPPlan, ModelPlan
+from penstock_enginecore.forward.native_support import unsuitable
+from penstock_enginecore.models.decoder_plan import ClampedGate, ExpertsPlan, MLPPlan, ModelPlan, OtherMixture
 from penstock_enginecore.models.errors import UnsuitableError
 from penstock_enginecore.models.plan_reader import plan_model
+from penstock_enginecore.native.library import open_library
 from tests.fakes.models.fused_models import load_probed, save_varied_model
 from tests.fakes.models.tiny_models import SLIDING_WINDOW
 from tests.fakes.models.torch_kernels import TorchKernels
@@ -77,6 +80,46 @@ def test_gemma_4_may_have_experts_beside_its_mlp(tmp_path: Path) -> None:
     assert (layer.beside.top_k, layer.beside.activation, len(layer.beside.scales)) == (2, "gelu_tanh", 4)
     assert layer.beside.router_factor == pytest.approx(48**-0.5)
     assert set(map(id, layer.beside.norms)) <= set(map(id, found.norms))
+
+
+def test_gemma_4_may_share_keys_and_have_embeddings_of_token_ids_in_each_layer(tmp_path: Path) -> None:
+    found = plan("gemma4_shared", tmp_path)
+    attentions = [layer.attention for layer in found.layers]
+    assert [(len(each.qkv), each.donor) for each in attentions] == [(3, None)] * 3 + [(1, 2), (1, 1)]
+    assert [(each.num_kv_heads, each.head_size) for each in attentions[3:]] == [(2, 16), (2, 32)]
+    assert [(each.value_eps, each.keys_as_values) for each in attentions[2:]] == [(1e-6, False)] + [(None, False)] * 2
+    assert [len(each.norms) - each.norms.count(None) for each in attentions] == [2, 2, 2, 1, 1]
+    assert [layer.mlp.down.in_features for layer in found.layers] == [64, 64, 64, 128, 128]
+    embeddings = [layer.embedding for layer in found.layers]
+    assert [(each.gate.out_features, each.projection.in_features) for each in embeddings] == [(8, 8)] * 5
+    inputs = found.layer_inputs
+    assert inputs is not None
+    assert (inputs.projection.out_features, inputs.norm.size, inputs.id_of_media) == (5 * 8, 8, 0)
+    assert (inputs.projection_scale, inputs.scale) == pytest.approx((48**-0.5, 2**-0.5))
+    assert {id(each.norm) for each in (*embeddings, inputs)} <= set(map(id, found.norms))
+    assert inputs.projection in found.linears
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (
+            {"embedding": {"activation": "silu"}},
+            "embeddings of token ids in each layer have another activation function",
+        ),
+        ({"mlp": OtherMixture("")}, "some of the model's layers share keys and values, and some have other MLPs"),
+    ],
+)
+def test_the_cpu_decoder_refuses_other_parts_beside_shared_keys_and_embeddings(
+    changes: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    found = plan("gemma4_shared", tmp_path)
+    first = found.layers[0]
+    of = {name: replace(first.embedding, **new) if isinstance(new, dict) else new for name, new in changes.items()}
+    other = replace(found, layers=(replace(first, **of), *found.layers[1:]))
+    library = open_library("auto", 1)
+    assert unsuitable(library, found, {}) is None
+    assert reason in (unsuitable(library, other, {}) or "")
 
 
 def test_phi_3_is_merged_already(tmp_path: Path) -> None:

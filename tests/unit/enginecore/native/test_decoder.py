@@ -1,6 +1,7 @@
 """The decoder of the kernels against the model's own modules, on every instruction set, by steps as an engine makes them."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 from penstock_enginecore.attention.base import AttentionMetadata
 from penstock_enginecore.attention.factory import create_backend
 from penstock_enginecore.config import KernelsConfig, ModelConfig
-from penstock_enginecore.forward.base import ForwardBatch, ForwardPass
+from penstock_enginecore.forward.base import ChainedDraws, ForwardBatch, ForwardPass
 from penstock_enginecore.forward.build import ForwardConfig, build_forward
 from penstock_enginecore.forward.modules import ModulesForward, probe_model
 from penstock_enginecore.forward.native import NativeForward
@@ -29,6 +30,7 @@ MODELS = {
     "gemma3": {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "gemma4": {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "gemma4_moe": {"num_experts": 8, "top_k_experts": 3},
+    "gemma4_shared": {"hidden_size_per_layer_input": 20},
     "glm4": {},
     "glm4_moe": {"num_hidden_layers": 3},
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 3},
@@ -65,6 +67,7 @@ MODELS = {
 - Rotation of neighbouring elements, of a part of each head, and before the norms of queries and keys.
 - Queries scaled by position, norms that subtract the mean, and attention and MLP with the same input.
 - Activations without a gate.
+- Layers that share keys and values, with wider MLPs, and embeddings of token ids in each layer.
 """
 ROUNDED = {"amx", "avx512_bf16"}
 
@@ -207,3 +210,27 @@ def test_a_layer_that_adds_no_number_poisons_its_own_request_alone(path: Path) -
     assert logits[1].isnan().all()
     for row in (0, 2, 3, 4):
         assert torch.equal(logits[row], clean[row])
+
+
+@pytest.mark.parametrize("path", ["gemma4", "gemma4_shared"], indirect=True)
+def test_a_chain_gives_the_tokens_of_its_steps(path: Path) -> None:
+    count, ids = 6, prompts(VOCAB_SIZE)[1:4]
+    forward = build(path, "auto")
+    assert isinstance(forward, NativeForward)
+    assert forward.chains
+    forward.bind(forward.memory.throwaway(BLOCK_SIZE, 1 + len(ids) * BLOCKS_OF_A_REQUEST))
+    lengths = [len(each) for each in ids]
+    counts = np.full(len(ids), count)
+    draws = ChainedDraws(counts, np.zeros(len(ids), np.float32), np.zeros((count, len(ids))), VOCAB_SIZE)
+    with torch.inference_mode():
+        chained = forward.chain(step(lengths, [0] * len(ids), ids), draws)
+        tokens, done, found = ids, [0] * len(ids), []
+        for _ in range(count):
+            new = [len(each) - before for each, before in zip(tokens, done, strict=True)]
+            batch = step(new, done, tokens)
+            found.append(forward.run(batch, batch.attention[0].query_start_loc[1:] - 1).logits.argmax(1).numpy())
+            done = [len(each) for each in tokens]
+            tokens = [np.append(each, token) for each, token in zip(tokens, found[-1], strict=True)]
+        with pytest.raises(IndexError, match=f"embeddings of {VOCAB_SIZE + 1} "):
+            forward.chain(step(lengths, [0] * len(ids), ids), replace(draws, vocab_size=VOCAB_SIZE + 1))
+    assert np.array_equal(chained, np.stack(found))

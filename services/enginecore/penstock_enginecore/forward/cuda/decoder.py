@@ -149,9 +149,11 @@ def _unknown_parts(plan: ModelPlan, layer: LayerPlan) -> list[str]:
         "computes attention and MLP from the same input": layer.parallel,
         "multiplies its output by a factor": layer.layer_scale != 1.0,
         "has a mixture of experts beside its MLP": layer.beside is not None,
+        "adds an embedding of the token's id": layer.embedding is not None,
     }
     if isinstance(attention, AttentionPlan):
         parts |= {
+            "reads the keys and values of another layer": attention.donor is not None,
             "scales queries by position": attention.query_scale is not None,
             "applies one norm to all heads": attention.norms_all_heads,
             "uses its keys as values": attention.keys_as_values,

@@ -137,7 +137,7 @@ class HeadsAttention:
         self.kernels.prologue(
             activations.qkv,
             self.first.bias,
-            plan.norms,
+            plan.own_norms,
             rotary,
             inputs.positions,
             group.slots,
