@@ -25,6 +25,7 @@ NATIVE = (
     "gemma4_moe",
     "gemma4_shared",
     "glm4",
+    "gpt_neox",
     "granite",
     "lfm2",
     "mistral",
@@ -40,7 +41,7 @@ NATIVE = (
 """Model types that the kernels' decoder computes. Random delta rules amplify rounding too much, so LFM2 is the only one with
 recurrent layers.
 """
-PACKED = ("gpt_neox", "opt")
+PACKED = ("opt",)
 """Model types whose linear layers the kernels compute, while modules compute all other layers."""
 MODULES = {"gemma4_moe": [*(f"{name}_proj" for name in "qkvo"), *(f"{name}_proj" for name in ("gate", "up", "down"))]}
 """Layers that adapters update, for model types whose other linear layers belong to a mixture of experts."""
@@ -56,7 +57,7 @@ QUICK = "llama"
 KINDS = ("llama", "gemma2", "phi3", "gpt_neox", "opt")
 """One model type of each kind.
 
-The kinds are: plain layers, capped attention scores, a combined projection, linear layers with biases, and learned
+The kinds are: plain layers, capped attention scores, a combined projection, a projection grouped by head, and learned
 positions.
 """
 CACHE = {"block_size": 16, "num_blocks": 256}

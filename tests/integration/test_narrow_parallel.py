@@ -38,6 +38,8 @@ SHARED: dict[str, dict[str, int]] = {"gemma3n": {}, "gemma4_shared": {"vocab_siz
         ("qwen3", 1, 2, "decoder"),
         ("cohere", 2, 1, "decoder"),
         ("glm4", 2, 1, "linear"),
+        ("gpt_neox", 2, 1, "linear"),
+        ("gpt_neox", 1, 2, "decoder"),
         ("granite", 1, 2, "decoder"),
         ("phi", 1, 2, "decoder"),
     ],

@@ -311,7 +311,7 @@ def test_linear_layers_that_cannot_be_packed_are_read_again_and_compute_as_they_
 ) -> None:
     torch.set_num_threads(1)
     save = save_narrow_model if narrow else save_tiny_model
-    expected = expected_tokens(save("gpt_neox", tmp_path, hidden_size=64))
+    expected = expected_tokens(save("persimmon", tmp_path, hidden_size=64))
 
     def forward(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
         return x.new_full((*x.shape[:-1], self.out_features), torch.nan) if fault == "wrong" else x @ self.weight.T
@@ -367,7 +367,7 @@ def test_other_families_compute_in_float32_from_weights_of_half_the_size_too(
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2", "gpt_neox"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2", "persimmon"])
 @pytest.mark.parametrize("dtype", ["auto", "float16"])
 @pytest.mark.parametrize("has_float16", [False, True])
 def test_float16_is_computed_as_float32_whatever_the_processor_has(
@@ -396,7 +396,7 @@ def test_weights_are_held_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("architecture", "part"),
-    [("llama", "decoder"), ("mixtral", "decoder"), ("qwen2_moe", "decoder"), ("gpt_neox", "linear")],
+    [("llama", "decoder"), ("mixtral", "decoder"), ("qwen2_moe", "decoder"), ("persimmon", "linear")],
 )
 @pytest.mark.parametrize("level", [1, 2])
 def test_packed_weights_come_back_from_sleep(level: int, architecture: str, part: str, tmp_path: Path) -> None:
@@ -413,7 +413,7 @@ def test_packed_weights_come_back_from_sleep(level: int, architecture: str, part
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["qwen3", "gemma2", "qwen3_moe", "gpt_neox"])
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma2", "qwen3_moe", "persimmon"])
 def test_a_matrix_unit_gives_the_tokens_of_float32(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -466,7 +466,7 @@ def test_bfloat16_rounds_inputs_and_is_closer_to_float32_than_transformers(
     assert 1e-4 < ours < min(of_theirs, 0.025)
 
 
-@pytest.mark.parametrize(("architecture", "part"), [("mixtral", "decoder"), ("gpt_neox", "linear")])
+@pytest.mark.parametrize(("architecture", "part"), [("mixtral", "decoder"), ("persimmon", "linear")])
 def test_inputs_are_not_rounded_where_that_changes_too_much(
     architecture: str, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -35,7 +35,7 @@ from penstock_enginecore.forward.native_inputs import (
     expect_no_media,
     give_media,
 )
-from penstock_enginecore.forward.native_layers import KernelDecoder, empty, query_rows
+from penstock_enginecore.forward.native_layers import KernelDecoder, empty, query_rows, rows_by_kind
 from penstock_enginecore.forward.native_support import unsuitable_part
 from penstock_enginecore.lora.adapter import (
     AdaptedModules,
@@ -70,12 +70,12 @@ from penstock_enginecore.states.memory import StateLayers, StateMemory
 @dataclass(frozen=True, slots=True)
 class _Place:
     """Linear layers, by name, that form one matrix product of the kernels' decoder. Empty if the kernels do not compute
-    the product. If the layers compute queries, keys, values and gates, ``gated`` is their attention, otherwise None.
+    the product. If the layers compute queries, ``attention`` is their attention, otherwise None.
     """
 
     layers: dict[str, torch.nn.Linear]
     interleaved: bool = False
-    gated: AttentionPlan | None = None
+    attention: AttentionPlan | None = None
 
     def take(self, updates: dict[str, LowRankUpdate]) -> MergedUpdate | None:
         """Remove the updates of these layers from ``updates``, and return the updates merged into one. Raises
@@ -89,10 +89,13 @@ class _Place:
                 expect_features(name, update, layer.out_features, layer.in_features)
         if not any(own):
             return None
-        if self.gated is not None:  # the last rows of the product belong to the gates
+        attention = self.attention
+        if attention is not None and attention.by_head and own[0] is not None:
+            own = [LowRankUpdate(own[0].a, rows_by_kind(attention, own[0].b))]
+        if attention is not None and attention.gated:  # the last rows of the product belong to the gates
             query, own = own[0], own[1:]
             halves = (
-                [None, None] if query is None else [LowRankUpdate(query.a, b) for b in query_rows(self.gated, query.b)]
+                [None, None] if query is None else [LowRankUpdate(query.a, b) for b in query_rows(attention, query.b)]
             )
             own, features = [halves[0], *own, halves[1]], [features[0] // 2, *features[1:], features[0] // 2]
         if self.interleaved and len(own) == 1 and own[0] is not None:
@@ -152,13 +155,12 @@ def _places(module: PreTrainedModel, plan: ModelPlan) -> Iterator[_Place]:
     """
     names = {id(each): name for name, each in module.named_modules()}
 
-    def place(*layers: Any, interleaved: bool = False, gated: AttentionPlan | None = None) -> _Place:
-        return _Place({names[id(layer)]: layer for layer in layers}, interleaved, gated)
+    def place(*layers: Any, interleaved: bool = False, attention: AttentionPlan | None = None) -> _Place:
+        return _Place({names[id(layer)]: layer for layer in layers}, interleaved, attention)
 
     for layer in plan.layers:
         *first, output = layer.attention.linears
-        attention = layer.attention
-        yield place(*first, gated=attention if isinstance(attention, AttentionPlan) and attention.gated else None)
+        yield place(*first, attention=layer.attention if isinstance(layer.attention, AttentionPlan) else None)
         yield place(output)
         gated = layer.mlp if isinstance(layer.mlp, MLPPlan) else None
         yield place(*gated.gate_up, interleaved=gated.gated) if gated else _Place({})

@@ -101,6 +101,12 @@ def query_rows(attention: AttentionPlan, rows: torch.Tensor) -> tuple[torch.Tens
     return by_head[:, 0].flatten(0, 1), by_head[:, 1].flatten(0, 1)
 
 
+def rows_by_kind(attention: AttentionPlan, rows: torch.Tensor) -> torch.Tensor:
+    """Return ``rows``, the rows of a projection that are grouped by head, in the order queries, keys, values."""
+    by_head = rows.view(attention.num_heads, 3, attention.head_size, *rows.shape[1:])
+    return by_head.transpose(0, 1).flatten(0, 2)
+
+
 def _gate_and_up(mlp: MLPPlan) -> Sequence[Any]:
     """Return the weights of gate and up, each ``[intermediate, hidden]``."""
     weights: list[Any] = [linear.weight for linear in mlp.gate_up]
@@ -271,6 +277,9 @@ class DecoderLayers:
                 weight.new_zeros(len(weight)) if bias is None else bias
                 for weight, bias in zip(weights, biases, strict=True)
             ]
+        if isinstance(attention, AttentionPlan) and attention.by_head:
+            weights = [rows_by_kind(attention, weights[0])]
+            biases = [None if biases[0] is None else rows_by_kind(attention, biases[0])]
         if isinstance(attention, AttentionPlan) and attention.gated:
             weights = _gates_last(attention, weights)
             biases = biases if biases[0] is None else _gates_last(attention, biases)

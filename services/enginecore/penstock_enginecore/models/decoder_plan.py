@@ -76,6 +76,8 @@ class AttentionPlan:
         value_eps: Epsilon of an RMSNorm without weights that is applied to values, or None.
         keys_as_values: Whether ``qkv`` has no projection to values. The values are then the keys before their norm and
             rotation.
+        by_head: Whether ``qkv`` is one projection that has, for each head, first the rows of the query, then those of the
+            key and of the value.
         norms: Norms of queries and keys, or None. The norm of keys is None if there is a ``donor``.
         donor: Index of the layer whose keys and values this layer reads, or None. With a donor, ``qkv`` is only the
             projection to queries.
@@ -94,6 +96,7 @@ class AttentionPlan:
     value_eps: float | None = None
     keys_as_values: bool = False
     donor: int | None = None
+    by_head: bool = False
 
     @property
     def linears(self) -> list[Linear]:

@@ -80,6 +80,7 @@ FAMILIES: Mapping[str, Family] = {
     "Glm4MoeForCausalLM": _PLAIN,
     "Glm4MoeLiteForCausalLM": _PLAIN,
     "GlmForCausalLM": _PAIRS,
+    "GPTNeoXForCausalLM": _PLAIN,
     "GptOssForCausalLM": Family(
         turned="half",
         splits={

@@ -45,6 +45,18 @@ from penstock_enginecore.models.families import (
 )
 from penstock_enginecore.models.latent_hook import LatentHeads
 from penstock_enginecore.models.layer_embeddings import has_layer_embeddings, id_of_media
+from penstock_enginecore.models.part_names import (
+    ATTENTIONS,
+    BASES,
+    EMBEDDINGS,
+    FINAL_NORMS,
+    MLPS,
+    attention_of,
+    base_of,
+    mlp_part,
+    named_part,
+    own_layers,
+)
 from penstock_enginecore.models.quantization.layers import (
     DOWN,
     GATE_UP,
@@ -65,9 +77,9 @@ _ACTIVATIONS: Mapping[str, Activation] = {
 }
 """Activations by the class name of the activation module in transformers."""
 _ACTIVATION_NAMES = ("act_fn", "activation_fn", "act")
-_MLP_NAMES = ("mlp", "feed_forward")
-_FINAL_NORMS = ("norm", "final_layernorm")
 _ATTENTION_OUTPUTS = ("o_proj", "dense")
+_MERGED, _BY_HEAD = ("qkv_proj",), "query_key_value"
+"""Names of merged projections to queries, keys and values. The rows of the last one are grouped by head."""
 _QUERY_KEY_NORMS = (
     ("q_norm", "k_norm"),
     ("q_layernorm", "k_layernorm"),
@@ -76,11 +88,14 @@ _QUERY_KEY_NORMS = (
 )
 _VALUE_NORM = "v_norm"
 """Name of Gemma 4's norm of values, which has no weights."""
-_BEFORE_ACTIVATION = (("gate_proj", "up_proj"), ("gate_up_proj",), ("up_proj",), ("fc1",), ("c_fc",))
+_BEFORE_ACTIVATION = (
+    *(("gate_proj", "up_proj"), ("gate_up_proj",), ("up_proj",), ("fc1",), ("c_fc",)),
+    ("dense_h_to_4h",),
+)
 """Names of the linear layers of an MLP before its activation."""
-_AFTER_ACTIVATION = {"fc1": "fc2", "c_fc": "c_proj"}
+_AFTER_ACTIVATION = {"fc1": "fc2", "c_fc": "c_proj", "dense_h_to_4h": "dense_4h_to_h"}
 """Names of the linear layer of an MLP after its activation, if not ``down_proj``."""
-_UNGATED = frozenset({"up_proj", "fc1", "c_fc"})
+_UNGATED = frozenset({"up_proj", "fc1", "c_fc", "dense_h_to_4h"})
 """First names of ``_BEFORE_ACTIVATION`` of MLPs without a gate."""
 _NORMS_AFTER = (("post_norm1", "post_norm2"), ("post_self_attn_layernorm", "post_mlp_layernorm"))
 """Names of norms of the outputs of attention and MLP, of HyperCLOVA X and GLM-4. Without these norms, the modules of
@@ -97,7 +112,12 @@ _LAYER_INPUT_PARTS = ("embed_tokens_per_layer", "per_layer_model_projection", "p
 """Names of a model's parts that compute the inputs of these layers."""
 _NORM_KINDS = {"RMSNorm": False, "L2Norm": False, "LayerNorm": True, "LayerNorm1P": True}
 """Whether norms subtract the mean, by the end of the name of the norm's class."""
-_IDLE_PARTS = frozenset({"resid_attn_dropout", "resid_mlp_dropout", "resid_dropout", "hidden_norm"})
+_IDLE_PARTS = frozenset(
+    {
+        *("resid_attn_dropout", "resid_mlp_dropout", "resid_dropout", "hidden_norm"),
+        *("post_attention_dropout", "post_mlp_dropout"),
+    }
+)
 """Names of a layer's parts that inference does not use (dropout), or that belong to an EAGLE head."""
 
 
@@ -105,15 +125,16 @@ def plan_model(module: Any, calls: Sequence[AttentionCall]) -> ModelPlan:
     """Return the plan of a loaded model. ``calls`` are the attention calls of one of its forward passes. Raises
     UnsuitableError, with the name of the unknown part.
     """
-    kind, base = type(module).__name__, module.model if is_known(module) else None
+    kind, base = type(module).__name__, base_of(module) if is_known(module) else None
     if base is None:
         raise UnsuitableError(f"{kind} is not one of the supported classes: {', '.join(sorted(FAMILIES))}")
     reader = PlanReader(FAMILIES[kind], base)
-    reader.expect(module, "ForCausalLM", ("model", "lm_head"))
-    idle = ("embed_dropout",) if hasattr(base, "embed_dropout") else ()
+    reader.expect(module, "ForCausalLM", (named_part(module, BASES), "lm_head"))
+    idle = tuple(name for name in ("embed_dropout", "emb_dropout") if hasattr(base, name))
     more = _LAYER_INPUT_PARTS if has_layer_embeddings(base) else idle
-    reader.expect(base, "Model", ("embed_tokens", "layers", _named_part(base, _FINAL_NORMS), "rotary_emb", *more))
-    return reader.model(module.config, module.lm_head, base.embed_tokens, calls)
+    embedding, norm = named_part(base, EMBEDDINGS), named_part(base, FINAL_NORMS)
+    reader.expect(base, "Model", (embedding, "layers", norm, "rotary_emb", *more))
+    return reader.model(module.config, module.lm_head, getattr(base, embedding), calls)
 
 
 def plan_head(head: Any, embedding: torch.nn.Module, calls: Sequence[AttentionCall]) -> ModelPlan:
@@ -123,7 +144,7 @@ def plan_head(head: Any, embedding: torch.nn.Module, calls: Sequence[AttentionCa
 
 def has_mixtures(module: Any) -> bool:
     """Return whether the model's class is in ``FAMILIES`` and some of the model's layers have mixtures of experts."""
-    layers = _own_layers(module.model) if is_known(module) else []
+    layers = own_layers(base_of(module)) if is_known(module) else []
     return not all(is_dense(mlp_part(layer)) and not _has_both(layer) for layer in layers)
 
 
@@ -160,8 +181,8 @@ class PlanReader:
 
     def model(self, config: Any, head: Any, embedding: Any, calls: Sequence[AttentionCall]) -> ModelPlan:
         """Return the plan of a model. ``calls`` are the attention calls of one forward pass, in order."""
-        base, layers = self._base, _own_layers(self._base)
-        if [call.module for call in calls] != [layer.self_attn for layer in layers]:
+        base, layers = self._base, own_layers(self._base)
+        if [call.module for call in calls] != list(map(attention_of, layers)):
             raise UnsuitableError("the model does not call its layers in the order in which it lists them")
         order = {call.module: index for index, call in enumerate(calls)}
         self._donors = {reader: order[donor.module] for reader, donor in donor_calls(calls).items()}
@@ -178,7 +199,7 @@ class PlanReader:
                 self._layer(layer, call, variants.index(kind))
                 for layer, call, kind in zip(layers, calls, kinds, strict=True)
             ),
-            norm=self.norm(getattr(base, _named_part(base, _FINAL_NORMS))),
+            norm=self.norm(getattr(base, named_part(base, FINAL_NORMS))),
             head=self.linear(head) if has_head else None,
             logits_divisor=float(getattr(config, "logits_scaling", 1.0)) / self._factor(config, "logits"),
             logits_softcap=getattr(config, "final_logit_softcapping", None),
@@ -217,25 +238,27 @@ class PlanReader:
         beside = _BESIDE_PARTS if _has_both(layer) else ()
         embedding = _LAYER_EMBEDDING_PARTS if hasattr(layer, "per_layer_input_gate") else ()
         more = (*named, *idle, *beside, *embedding)
-        self.expect(layer, "DecoderLayer", ("self_attn", _named_part(layer, _MLP_NAMES), *more))
+        self.expect(layer, "Layer", (named_part(layer, ATTENTIONS), named_part(layer, MLPS), *more))
         first, second, third, last = (self.norm(getattr(layer, name, None)) for name in names)
         after = [self.norm(getattr(layer, name, None)) for name in after_names]
         around = third is not None or last is not None  # in other models, the second norm is before the MLP
-        latent = hasattr(layer.self_attn, "kv_a_proj_with_mqa")
+        attention = attention_of(layer)
+        latent = hasattr(attention, "kv_a_proj_with_mqa")
+        parallel = self._family.parallel or bool(getattr(layer, "use_parallel_residual", False))
         before_mlp = third if around else second
         return LayerPlan(
             name=self._names[layer],
             module=layer,
             mlp_module=mlp,
-            attention=(self._latent if latent else self.attention)(layer.self_attn, call, rotary),
+            attention=(self._latent if latent else self.attention)(attention, call, rotary),
             mlp=self.mlp_or_experts(mlp),
             # A parallel layer with one norm uses this norm for both inputs.
-            norms_before=(first, first if self._family.parallel and before_mlp is None else before_mlp),
+            norms_before=(first, first if parallel and before_mlp is None else before_mlp),
             norms_after=(second if around else after[0], last or after[1]),
             residual_scale=self._factor(config, "residual", float(getattr(layer, "residual_multiplier", 1.0))),
             output_scales=(self._factor(config, "attention"), self._factor(config, "mlp")),
             layer_scale=float(getattr(layer, "layer_scalar", 1.0)),
-            parallel=self._family.parallel,
+            parallel=parallel,
             beside=self._beside(layer) if beside else None,
             embedding=self._layer_embedding(layer) if embedding else None,
         )
@@ -256,12 +279,12 @@ class PlanReader:
         alternative = bool(getattr(attention, "use_alternative_attention", False)) and not names.gated
         keys_as_values = alternative and donor is None
         separate = ("q_proj",) if donor is not None else ("q_proj", "k_proj", "v_proj")[: 2 if keys_as_values else 3]
-        projections = ("qkv_proj",) if hasattr(attention, "qkv_proj") else separate
+        projections = next(((name,) for name in (*_MERGED, _BY_HEAD) if hasattr(attention, name)), separate)
         pair = names.norms or next((each for each in _QUERY_KEY_NORMS if hasattr(attention, each[0])), ())
         norms = [name for name in pair if hasattr(attention, name)]
         value_norm = getattr(attention, _VALUE_NORM, None)
         sinks = () if call.params.sinks is None else ("sinks",)
-        output = names.output or _named_part(attention, _ATTENTION_OUTPUTS)
+        output = names.output or named_part(attention, _ATTENTION_OUTPUTS)
         more = norms if value_norm is None else [*norms, _VALUE_NORM]
         name = self._expect_attention(attention, (*projections, output, *more), sinks)
         if getattr(attention.config, "clip_qkv", None) is not None:
@@ -273,6 +296,9 @@ class PlanReader:
         heads = num_heads * (1 + names.gated) + num_kv_heads * (len(separate) - 1)
         if sum(each.out_features for each in qkv) != head_size * heads:
             raise UnsuitableError(f"the sizes of the projections of {name} do not match its number and size of heads")
+        by_head = projections == (_BY_HEAD,)
+        if by_head and num_heads != num_kv_heads:
+            raise UnsuitableError(f"{name} has a merged projection, and fewer heads of keys than of queries")
         query_norm, key_norm = (
             self.norm(getattr(attention, norm), head_size) if norm in norms else None for norm in pair or ("", "")
         )
@@ -292,6 +318,7 @@ class PlanReader:
             value_eps=None if value_norm is None else self._plain_norm(value_norm),
             keys_as_values=keys_as_values,
             donor=donor,
+            by_head=by_head,
         )
 
     def _latent(self, attention: Any, call: AttentionCall, rotary: int) -> LatentPlan:
@@ -527,11 +554,6 @@ class PlanReader:
         return self._names.get(module, "the model")
 
 
-def _own_layers(base: Any) -> list[Any]:
-    """Return the layers of a base model that belong to this pipeline stage."""
-    return [layer for layer in base.layers if hasattr(layer, "self_attn")]
-
-
 def is_dense(mlp: torch.nn.Module) -> bool:
     """Return whether ``mlp`` has only up and down projections, and possibly a gate projection. Any other MLP is a mixture
     of experts.
@@ -548,16 +570,6 @@ def own_experts(experts: Any) -> Any:
 def is_divided(experts: Any) -> bool:
     """Return whether ``experts`` dispatches tokens to ranks, and this rank has only some of the experts."""
     return bool(getattr(experts, "has_routed_experts", False))
-
-
-def mlp_part(layer: Any) -> Any:
-    """Return the MLP of a layer."""
-    return getattr(layer, _named_part(layer, _MLP_NAMES))
-
-
-def _named_part(module: torch.nn.Module, names: Sequence[str]) -> str:
-    """Return the first of ``names`` that ``module`` has, or the first of all names."""
-    return next((name for name in names if hasattr(module, name)), names[0])
 
 
 def _has_both(layer: Any) -> bool:

@@ -105,7 +105,7 @@ def test_batch_invariance_refuses_a_model_whose_experts_pytorch_computes(tmp_pat
 
 
 def test_batch_invariance_refuses_a_model_without_a_decoder(tmp_path: Path) -> None:
-    save_tiny_model("gpt_neox", tmp_path, hidden_size=64)
-    said = "batch_invariant is true, but only the CPU kernels' decoder .* GPTNeoXForCausalLM; decoder not used: .*models.md"
+    save_tiny_model("persimmon", tmp_path, hidden_size=64)
+    said = "batch_invariant is true, but only the CPU kernels' decoder .* PersimmonForCausalLM; decoder not used: .*models.md"
     with pytest.raises(ModelLoadError, match=said):
         build(load(tmp_path), KernelsConfig(isa="baseline", batch_invariant=True))

@@ -9,6 +9,7 @@ import torch
 
 from penstock_enginecore.forward.cuda.decoder import fused_plan
 from penstock_enginecore.forward.cuda.mlp import mlp_of
+from penstock_enginecore.forward.native_layers import rows_by_kind
 from penstock_enginecore.forward.native_support import unsuitable
 from penstock_enginecore.models.decoder_plan import ClampedGate, ExpertsPlan, MLPPlan, ModelPlan, OtherMixture
 from penstock_enginecore.models.errors import UnsuitableError
@@ -120,6 +121,17 @@ def test_the_cpu_decoder_refuses_other_parts_beside_shared_keys_and_embeddings(
     library = open_library("auto", 1)
     assert unsuitable(library, found, {}) is None
     assert reason in (unsuitable(library, other, {}) or "")
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_gpt_neox_has_one_projection_whose_rows_are_grouped_by_head(parallel: bool, tmp_path: Path) -> None:
+    found = plan("gpt_neox", tmp_path, use_parallel_residual=parallel)
+    layer = found.layers[0]
+    assert (len(layer.attention.qkv), layer.attention.by_head, layer.parallel) == (1, True, parallel)
+    assert (layer.mlp.gated, layer.mlp.activation, found.norm.centered) == (False, "gelu", True)
+    rows = torch.arange(4 * 3 * 12)
+    assert rows_by_kind(layer.attention, rows)[:24].tolist() == [*range(12), *range(36, 48)]
+    assert rows_by_kind(layer.attention, rows)[48:60].tolist() == list(range(12, 24))
 
 
 def test_phi_3_is_merged_already(tmp_path: Path) -> None:

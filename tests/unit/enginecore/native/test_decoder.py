@@ -33,6 +33,7 @@ MODELS = {
     "gemma4_shared": {"hidden_size_per_layer_input": 20},
     "glm4": {},
     "glm4_moe": {"num_hidden_layers": 3},
+    "gpt_neox": {},
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 3},
     "llama4_text": {"num_local_experts": 8, "num_experts_per_tok": 3},
     "olmo2": {},
@@ -66,7 +67,7 @@ MODELS = {
   routers that choose groups of experts.
 - Rotation of neighbouring elements, of a part of each head, and before the norms of queries and keys.
 - Queries scaled by position, norms that subtract the mean, and attention and MLP with the same input.
-- Activations without a gate.
+- Activations without a gate, and projections grouped by head.
 - Layers that share keys and values, with wider MLPs, and embeddings of token ids in each layer.
 """
 ROUNDED = {"amx", "avx512_bf16"}

@@ -154,6 +154,7 @@ def _unknown_parts(plan: ModelPlan, layer: LayerPlan) -> list[str]:
     if isinstance(attention, AttentionPlan):
         parts |= {
             "reads the keys and values of another layer": attention.donor is not None,
+            "has one projection whose rows are grouped by head": attention.by_head,
             "scales queries by position": attention.query_scale is not None,
             "applies one norm to all heads": attention.norms_all_heads,
             "uses its keys as values": attention.keys_as_values,
