@@ -19,6 +19,7 @@ from tests.integration.test_native_parity import CACHE, computing, expected_toke
         ("qwen3", save_narrow_model),
         ("gemma2", save_tiny_model),
         ("gemma4_moe", save_narrow_model),
+        ("gemma4_shared", save_narrow_model),
         ("mixtral", save_narrow_model),
     ],
 )
