@@ -72,26 +72,21 @@ def _of(tiles: ExpertTiles, rows: str) -> Iterator[Kernel]:
 
 
 def _kernel(name: str, tiles: ExpertTiles | DenseExpertTiles, types: dict[str, str], own: dict[str, Any]) -> Kernel:
-    is_dense = isinstance(tiles, DenseExpertTiles)
     shape = {
-        **({} if isinstance(tiles, DenseExpertTiles) else {"KIND": tiles.kind}),
         **_GATHERS,
         "EVEN": True,
         "EXPERTS": EXPERTS,
         "BLOCK_M": tiles.block_m,
         "BLOCK_N": tiles.block_n,
         "PRECISION": "ieee",
-        "PACKED": True,
         **own,
     }
+    common = (_ALIGNED, tiles.warps, tiles.stages)
+    if isinstance(tiles, DenseExpertTiles):
+        needed: tuple[str, ...] = ("cp.async",) if tiles.block_m < 64 else ("cp.async", "wgmma.mma_async")
+        return Kernel(name, grouped_tiles, {**_ARGUMENTS, **types}, shape, *common, needed)
+    shape |= {"KIND": tiles.kind, "PACKED": True}
+    needed = must_have(tiles, SM_90)
     return Kernel(
-        name,
-        grouped_tiles if is_dense else quantized_experts,
-        {**_ARGUMENTS, **types},
-        shape,
-        _ALIGNED,
-        tiles.warps,
-        tiles.stages,
-        must_have(tiles, SM_90),
-        **counted(tiles, shape, SM_90),
+        name, quantized_experts, {**_ARGUMENTS, **types}, shape, *common, needed, **counted(tiles, shape, SM_90)
     )
