@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 
 from penstock_enginecore.forward.cuda.kernels.attention import (
-    decode_pieces,
+    LONGEST_SPLIT,
     merge_pieces,
     pieces_per_request,
     prefill_tiles,
+    split_keys,
 )
 from penstock_enginecore.forward.cuda.kernels.configurations import Decode, Prefill, load_tuned
 from tests.compiled.kernel import Kernel
@@ -41,21 +42,25 @@ The stride of block tables may have any value.
 
 
 def kernels(bytes_per_number: tuple[int, ...] = (1, 2)) -> Iterator[Kernel]:
-    """Yield kernels for decode, prefill and merge, for a bf16 layer with 32 heads and 8 KV heads.
+    """Yield kernels for split keys, prefill and merge, for a bf16 layer with 32 heads and 8 KV heads.
 
     The caches are bf16 and fp8.
     """
     tuned = load_tuned()
     for decode in tuned.decode:
         if decode.bytes in bytes_per_number:
-            yield from (_decode(decode, size) for size in SIZES[decode.head_size])
+            yield from (
+                _split(decode, size, longest=longest)
+                for size in SIZES[decode.head_size]
+                for longest in (1, LONGEST_SPLIT)
+            )
     for prefill in tuned.prefill:
         if prefill.bytes in bytes_per_number:
             yield from (
                 _prefill(prefill, size, spans=spans) for size in SIZES[prefill.head_size] for spans in (False, True)
             )
     for size in (64, 128, 256):
-        yield _merge(size)
+        yield from (_merge(size, longest=longest) for longest in (1, LONGEST_SPLIT))
 
 
 def gate() -> Iterator[Kernel]:
@@ -69,6 +74,7 @@ def _arguments(bytes_per_number: int) -> dict[str, str | None]:
     tables = {"block_table": "*i32", "query_start_loc": "*i32", "seq_lens": "*i32"}
     numbers = {
         "num_requests": "i32",
+        "capacity": "i32",
         "table_stride": "i32",
         "key_stride": "i32",
         "value_stride": "i32",
@@ -91,17 +97,25 @@ def _constants(size: int) -> dict[str, object]:
     }  # fmt: skip
 
 
-def _decode(tiles: Decode, size: int) -> Kernel:
-    own = {"ROWS": 16, "BLOCK_N": tiles.block_n, "PIECE": tiles.piece, "MAX_PIECES": pieces_per_request(KV_HEADS)}
+def _pieces(tiles: Decode, longest: int) -> dict[str, object]:
+    return {"PIECE": tiles.piece, "MAX_PIECES": pieces_per_request(KV_HEADS), "LONGEST": longest}
+
+
+def _split(tiles: Decode, size: int, *, longest: int) -> Kernel:
+    """Return the kernel for steps of decodes, or for steps in which requests may have several new tokens."""
+    rows, block_n = (16, tiles.block_n) if longest == 1 else (32, max(16, tiles.block_n // 2))
+    own = {"ROWS": rows, "BLOCK_N": block_n, **_pieces(tiles, longest)}
     return Kernel(
-        f"decode, {size}, {_cache(tiles.bytes)}", decode_pieces, _arguments(tiles.bytes), {**_constants(size), **own},
+        f"{'decode' if longest == 1 else 'split keys'}, {size}, {_cache(tiles.bytes)}",
+        split_keys, _arguments(tiles.bytes), {**_constants(size), **own},
         ALIGNED, tiles.warps, tiles.stages, ("cp.async.cg",),
     )  # fmt: skip
 
 
 def _prefill(tiles: Prefill, size: int, *, spans: bool) -> Kernel:
     """Return the kernel for prefill. ``spans``: whether queries can attend to later keys."""
-    own = {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "FEWEST": 2}
+    decode = next(one for one in load_tuned().decode if (one.head_size, one.bytes) == (tiles.head_size, tiles.bytes))
+    own = {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, **_pieces(decode, LONGEST_SPLIT)}
     arguments = {**_arguments(tiles.bytes), "key_ends": "*i32" if spans else None}
     return Kernel(
         f"prefill{' with spans' * spans}, {size}, {_cache(tiles.bytes)}", prefill_tiles, arguments, {**_constants(size), **own},
@@ -109,12 +123,13 @@ def _prefill(tiles: Prefill, size: int, *, spans: bool) -> Kernel:
     )  # fmt: skip
 
 
-def _merge(size: int) -> Kernel:
+def _merge(size: int, *, longest: int) -> Kernel:
     decode = next(one for one in load_tuned().decode if one.head_size >= size and one.bytes == 2)
-    names = ("HEADS", "SIZE_V", "PADDED_V", "WINDOW", "ATTENTION_CHUNK")
-    own = {"PIECE": decode.piece, "MAX_PIECES": pieces_per_request(KV_HEADS), "AT_ONCE": 16}
+    names = ("HEADS", "SIZE_V", "PADDED_V", "WINDOW", "ATTENTION_CHUNK", "REQUESTS")
+    own = {**_pieces(decode, longest), "FEWEST": 2, "AT_ONCE": 16}
     constants = {**{name: _constants(size)[name] for name in names}, **own}
-    return Kernel(f"merge, {size}", merge_pieces, _arguments(2), constants, ALIGNED)
+    name = f"merge, {size}" if longest == 1 else f"merge of queries, {size}"
+    return Kernel(name, merge_pieces, _arguments(2), constants, ALIGNED)
 
 
 def _cache(bytes_per_number: int) -> str:

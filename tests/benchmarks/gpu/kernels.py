@@ -58,6 +58,7 @@ class _Layer:
             query_start_loc=torch.arange(requests + 1, dtype=torch.int32, device=device) * queries,
             seq_lens=torch.full((requests,), length, dtype=torch.int32, device=device),
             slots=torch.empty(0, dtype=torch.int64, device=device),
+            decodes_only=queries == 1,
         )
         self._scratch = Scratch.allocate(
             requests, pieces_per_request(shape.kv_heads), shape.heads, shape.head_size, device
@@ -68,10 +69,7 @@ class _Layer:
         return machine.seconds_in_a_row(self._device, self._attend, rounds=rounds, warm_up=min(3, rounds))
 
     def _attend(self) -> None:
-        attend(
-            self._query, self._keys, self._values, self._out, self._group, self._params, self._scratch,
-            decodes_only=self._queries == 1,
-        )  # fmt: skip
+        attend(self._query, self._keys, self._values, self._out, self._group, self._params, self._scratch)
 
     def error(self, tokens: range) -> float:
         """Return the largest difference from float64 over these tokens, relative to the largest number."""

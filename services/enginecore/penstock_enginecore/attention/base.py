@@ -68,6 +68,11 @@ class AttentionMetadata:
         """Number of requests in the step."""
         return len(self.seq_lens)
 
+    @property
+    def decodes_only(self) -> bool:
+        """Whether each request has exactly one new token."""
+        return bool((np.diff(self.query_start_loc) == 1).all())
+
     def positions(self) -> IntArray:
         """Return the position of each new token in its request, int64 ``[tokens]``."""
         ends = self.query_start_loc[1:]

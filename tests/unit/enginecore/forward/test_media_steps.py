@@ -14,16 +14,18 @@ from penstock_enginecore.attention.base import AttentionMetadata, IntArray
 from penstock_enginecore.attention.factory import create_backend
 from penstock_enginecore.config import KernelsConfig
 from penstock_enginecore.forward.backbone import Backbone, BackboneBatch, probe_specs
-from penstock_enginecore.forward.base import ChainedDraws, ForwardBatch, ForwardPass, demands_of
+from penstock_enginecore.forward.base import ChainedDraws, ForwardBatch, ForwardPass, MediaDemands, demands_of
 from penstock_enginecore.forward.build import ForwardConfig, build_forward
 from penstock_enginecore.forward.cuda.attention import TritonAttention
-from penstock_enginecore.forward.cuda.decoder import fused_candidates
+from penstock_enginecore.forward.cuda.decoder import FusedForward, fused_candidates
 from penstock_enginecore.forward.cuda.graphs import StepGraphs
+from penstock_enginecore.forward.cuda.media_steps import unsupported
 from penstock_enginecore.forward.cuda.replayed_modules import ReplayedModules
 from penstock_enginecore.forward.equivalence_check import distance
 from penstock_enginecore.forward.modules import ModulesForward, probe_model
 from penstock_enginecore.forward.native import NativeForward
 from penstock_enginecore.forward.stage import StageConfig, cut
+from penstock_enginecore.models.decoder_plan import LatentPlan
 from penstock_enginecore.models.errors import ModelLoadError, UnsuitableError
 from penstock_enginecore.models.loader import LoadedModel
 from penstock_enginecore.pooling.config import PoolingConfig
@@ -36,8 +38,8 @@ from tests.fakes.models.torch_kernels import TorchKernels
 CPU = torch.device("cpu")
 BLOCK, BLOCKS = 16, 5
 ISAS = [isa for isa in runnable() if isa != "avx512_bf16"]
-BUILDS = ["reference", "cpu", "triton", "replayed", *ISAS]
-BUILDS_OF = [(family, name) for family in FAMILIES for name in BUILDS]
+BUILDS = ["reference", "cpu", "triton", "replayed", "fused", *ISAS]
+BUILDS_OF = [(family, name) for family in FAMILIES for name in BUILDS if (family, name) != ("gemma4", "fused")]
 
 
 @pytest.fixture(autouse=True)
@@ -176,6 +178,9 @@ def build(model: LoadedModel, name: str) -> ForwardPass:
         recorded = RecordedKernels()
         graphs = StepGraphs(lambda: RecordedGraph(recorded, of_modules=True))
         return ReplayedModules(probed, TritonAttention(recorded), graphs)
+    if name == "fused":
+        recorded = RecordedKernels()
+        return FusedForward(probed, recorded, StepGraphs(lambda: RecordedGraph(recorded))).take_over()
     if name == "triton":
         return ModulesForward(probed, TritonAttention(TorchKernels()))
     return ModulesForward(probed, create_backend(name, CPU))
@@ -273,6 +278,7 @@ def test_after_the_last_attention_only_rows_with_requested_logits_are_computed(f
 @pytest.mark.parametrize(
     ("family", "name"), [each for each in BUILDS_OF if each[0] in ("qwen2_vl", "qwen3_vl", "gemma3", "gemma4")]
 )
+@torch.inference_mode()
 def test_what_media_bring_matters(family: str, name: str) -> None:
     """Check that media change the logits, as the other tests here assume."""
     model, _ = make(family)
@@ -281,9 +287,8 @@ def test_what_media_bring_matters(family: str, name: str) -> None:
     forward.bind(forward.memory.throwaway(BLOCK, 1 + BLOCKS))
 
     def run(**changes: Any) -> torch.Tensor:
-        with torch.inference_mode():
-            batch = replace(batch_of(forward, model, [(0, prompt, slice(0, 50))]), **changes)
-            return forward.run(batch, np.arange(50)).logits
+        batch = replace(batch_of(forward, model, [(0, prompt, slice(0, 50))]), **changes)
+        return forward.run(batch, np.arange(50)).logits.clone()
 
     with_all = run()
     demands = demands_of(model)
@@ -337,16 +342,68 @@ def test_steps_with_media_are_not_replayed_and_those_of_text_are(family: str) ->
     prompt = prompts(0)[0]
     forward.bind(forward.memory.throwaway(BLOCK, 1 + BLOCKS))
     with torch.inference_mode():
-        batch = batch_of(forward, model, [(0, prompt, slice(0, 4))])
+        batch = batch_of(forward, model, [(0, prompt, slice(0, 20))])
         forward.run(batch, np.array([3]))
         launched = forward.graph_stats().launched
         assert (launched, forward.graph_stats().captured) == (1, 0)
-        plain = replace(batch, rope_positions=None, attention=[replace(batch.attention[0], key_ends=None)])
-        forward.run(plain, np.array([3]))
+        text = batch_of(forward, model, [(0, prompt, slice(20, 24))])
+        assert (text.rope_positions is None) == (family == "gemma3")
+        forward.run(replace(text, attention=[replace(text.attention[0], key_ends=None)]), np.array([3]))
         assert (forward.graph_stats().launched, forward.graph_stats().captured) == (2, 1)
 
 
-def test_the_fused_decoder_does_not_serve_models_whose_media_it_would_ignore() -> None:
+@pytest.mark.parametrize("name", ["replayed", "fused"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "gemma3"])
+@torch.inference_mode()
+def test_decodes_beside_images_are_replayed(family: str, name: str) -> None:
+    model, twin = make(family)
+    forward: Any = build(model, name)
+    request = prompts(0)[0]
+    expected = expected_logits(family, model, twin, request)
+    forward.bind(forward.memory.throwaway(BLOCK, 1 + BLOCKS))
+    forward.run(batch_of(forward, model, [(0, request, slice(0, 50))]), np.array([49]))
+    for at in range(50, 54):
+        batch = batch_of(forward, model, [(0, request, slice(at, at + 1))])
+        batch = replace(batch, attention=[replace(batch.attention[0], key_ends=None)])
+        if batch.rope_positions is not None:
+            assert batch.rope_positions[0, 0] != batch.positions[0]
+        got = forward.run(batch, np.array([0])).logits
+        torch.testing.assert_close(got, expected[at : at + 1], rtol=1e-4, atol=1e-4)
+    stats = forward.graph_stats()
+    assert (stats.launched, stats.captured, stats.replays) == (2, 1, 3)
+
+
+@torch.inference_mode()
+def test_rotary_positions_behind_the_tables_of_the_fused_decoder_are_computed() -> None:
+    model, twin = make("qwen2_vl")
+    forward: Any = build(model, "fused")
+    request = prompts(0)[2]
+    request = replace(request, rope=request.rope + MAX_LEN)
+    expected = expected_logits("qwen2_vl", model, twin, request)
+    forward.bind(forward.memory.throwaway(BLOCK, 1 + BLOCKS))
+    for part in (slice(0, 17), slice(17, 18)):
+        got = forward.run(batch_of(forward, model, [(0, request, part)]), np.arange(part.stop - part.start)).logits
+        torch.testing.assert_close(got, expected[part], rtol=1e-4, atol=1e-4)
+    assert forward.graph_stats().captured == 0
+
+
+def test_the_fused_decoder_names_media_inputs_that_it_does_not_support() -> None:
+    plan: Any = FusedForward(probe_model(make("gemma3")[0], CPU, BLOCK), RecordedKernels())._plan
+    latent = SimpleNamespace(attention=object.__new__(LatentPlan), norms_after=(None, None))
+    for of, demands, told in (
+        (plan, MediaDemands(sections=True, spans=True), ""),
+        (plan, MediaDemands(layer_ids=True), "embeddings of token ids in each layer"),
+        (plan, MediaDemands(num_deepstack=2), "embeddings added after the first layers and norms after its MLPs"),
+        (
+            SimpleNamespace(layers=[latent]),
+            MediaDemands(spans=True),
+            "images with bidirectional attention and latent attention",
+        ),
+    ):
+        assert unsupported(of, demands) == told
+
+
+def test_no_batch_invariant_fused_decoder_serves_media() -> None:
     for family, told in (
         ("qwen2_vl", "rotary positions in sections"),
         ("qwen3_vl", "rotary positions in sections and embeddings added after the first layers"),
@@ -354,8 +411,8 @@ def test_the_fused_decoder_does_not_serve_models_whose_media_it_would_ignore() -
         ("gemma4", "embeddings of token ids in each layer"),
     ):
         probed = replace(probe_model(make(family)[0], CPU, BLOCK), device=torch.device("cuda"))
-        [candidate] = fused_candidates(probed, KernelsConfig(), "auto")
-        with pytest.raises(UnsuitableError, match=f"^for media, the model uses {told}, which the fused decoder"):
+        [candidate] = fused_candidates(probed, KernelsConfig(batch_invariant=True), "auto")
+        with pytest.raises(UnsuitableError, match=f"^for media, the model uses {told}, which no batch-invariant"):
             candidate.build()
 
 

@@ -1,7 +1,7 @@
 """Paged attention by the fused decoder's kernels, for models that run on transformers' own modules."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
@@ -81,7 +81,16 @@ class TritonAttention(AttentionBackend):
         told += [] if metadata.key_ends is None else [metadata.key_ends]
         vectors = [(metadata.slot_mapping, torch.int64), *((vector, torch.int32) for vector in told)]
         slots, starts, lengths, tables, *ends = to_device(vectors, device)
-        group = GroupInputs(tables.view(requests, width), starts, lengths, slots, *ends)
+        key_ends = ends[0] if ends else None
+        group = GroupInputs(
+            tables.view(requests, width),
+            starts,
+            lengths,
+            slots,
+            key_ends,
+            windowed_ends=metadata.windowed_ends,
+            decodes_only=metadata.decodes_only,
+        )
         return PagedPlan(metadata, device, _slot_mapping=slots, group=group)
 
     def padded_plan(self, group: GroupInputs, positions: torch.Tensor) -> PagedPlan:
@@ -110,9 +119,7 @@ class TritonAttention(AttentionBackend):
         padded = isinstance(plan, PagedPlan) and plan.padded
         shape = query.shape[0], query.shape[1], value.shape[2]
         out = query.new_zeros(shape) if padded else query.new_empty(shape)
-        group = _group(plan)
-        if group.key_ends is not None and plan.metadata.ends_for(params.sliding_window) is None:
-            group = replace(group, key_ends=None)
+        group = _group(plan).for_window(params.sliding_window)
         self._kernels.attend(query.contiguous(), cache.keys, cache.values, group, params, out, cache.scales)
         return out
 

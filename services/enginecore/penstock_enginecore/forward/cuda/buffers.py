@@ -8,7 +8,7 @@ slot is still being copied.
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ import torch
 
 from penstock_enginecore.attention.base import IntArray
 from penstock_enginecore.forward.base import FedTokens, ForwardBatch
-from penstock_enginecore.forward.cuda.kernel_api import Draws, GroupInputs
+from penstock_enginecore.forward.cuda.kernel_api import Draws, GroupInputs, MediaInputs
 from penstock_enginecore.sample.base import PlainDraws
 
 MAX_CAPTURED_TOKENS = 512
@@ -58,10 +58,12 @@ class StepShape:
     Attributes:
         tokens: Number of tokens.
         requests: Number of requests, which is also the number of rows that get logits.
+        decodes_only: Whether each request has one new token; see ``GroupInputs``.
     """
 
     tokens: int
     requests: int
+    decodes_only: bool = False
 
     @property
     def is_large(self) -> bool:
@@ -72,6 +74,12 @@ class StepShape:
 
 CAPTURED = StepShape(LARGE_CAPTURED_TOKENS[-1], MAX_CAPTURED_TOKENS)
 """Largest padded shape."""
+
+
+def shape_of(batch: ForwardBatch, rows: IntArray) -> StepShape:
+    """Return the padded shape of a step whose tokens with the indices ``rows`` get logits."""
+    shape = padded_shape(len(batch.token_ids), max(batch.attention[0].num_requests, len(rows)))
+    return replace(shape, decodes_only=batch.attention[0].decodes_only)
 
 
 def padded_shape(tokens: int, requests: int) -> StepShape:
@@ -96,7 +104,8 @@ def padded_shape(tokens: int, requests: int) -> StepShape:
 
 
 def _uncaptured(tokens: int, requests: int) -> StepShape:
-    return StepShape(*(-(-count // _LARGE_MULTIPLE) * _LARGE_MULTIPLE for count in (tokens, requests)))
+    tokens, requests = (-(-count // _LARGE_MULTIPLE) * _LARGE_MULTIPLE for count in (tokens, requests))
+    return StepShape(tokens, requests)
 
 
 def decode_sizes(most: int) -> list[int]:
@@ -148,6 +157,8 @@ class StepInputs:
     Attributes:
         token_ids: int32 ``[tokens]``.
         positions: int32 ``[tokens]``.
+        rope_positions: int32 ``[3, tokens]``, see ``ForwardBatch``, or None if ``InputBuffers`` has no sections.
+        media: Media inputs of the step, or None. Captured steps have None.
         rows: int32 ``[requests]``, indices of the tokens that get logits.
         groups: Positions of the tokens in each KV cache group.
         fed: Tokens that the device has sampled.
@@ -162,6 +173,8 @@ class StepInputs:
     fed: FedInputs
     draws: Draws
     kept_rows: torch.Tensor
+    rope_positions: torch.Tensor | None = None
+    media: MediaInputs | None = None
 
 
 class InputBuffers:
@@ -172,18 +185,28 @@ class InputBuffers:
         num_groups: Number of KV cache groups.
         max_blocks: Maximum number of blocks of a sequence in each group.
         slots: Host memory for the copies.
+        sections: Whether steps have rotary positions in sections.
     """
 
     def __init__(
-        self, max_shape: StepShape, num_groups: int, max_blocks: int, slots: "HostSlots", device: torch.device
+        self,
+        max_shape: StepShape,
+        num_groups: int,
+        max_blocks: int,
+        slots: "HostSlots",
+        device: torch.device,
+        *,
+        sections: bool = False,
     ) -> None:
         self.max_shape = max_shape
+        self._sections = sections
         self._slots = slots
         tokens, requests = max_shape.tokens, max_shape.requests
         of_all = [(length, torch.int32) for length in (tokens, tokens, requests, requests + 1, requests)]
         of_fed = [(tokens, torch.bool), (tokens, torch.int64)]
         of_choice = [(requests, dtype) for dtype in (*DRAW_DTYPES, torch.int64)]
-        self._layout = VectorLayout([*of_all, *of_fed, *of_choice, *[(tokens, torch.int64)] * num_groups])
+        of_rope = [(3 * tokens if sections else 0, torch.int32)]
+        self._layout = VectorLayout([*of_all, *of_rope, *of_fed, *of_choice, *[(tokens, torch.int64)] * num_groups])
         self._flat = torch.zeros(self._layout.num_bytes, dtype=torch.uint8, device=device)
         self._views = self._layout.views(self._flat)
         self._fed_ids = torch.zeros(tokens, dtype=torch.int32, device=device)
@@ -191,20 +214,23 @@ class InputBuffers:
 
     def of(self, shape: StepShape) -> StepInputs:
         """Return the tensors for a step of ``shape``. Each call returns tensors in the same memory."""
-        tokens, requests = shape.tokens, shape.requests
-        token_ids, positions, rows, starts, seq_lens, known, fed_rows, *others = self._views
+        tokens, requests, only = shape.tokens, shape.requests, shape.decodes_only
+        token_ids, positions, rows, starts, seq_lens, rope, known, fed_rows, *others = self._views
         draws, kept_rows, slots = others[:_NUM_DRAWS], others[_NUM_DRAWS], others[_NUM_DRAWS + 1 :]
         return StepInputs(
             token_ids[:tokens],
             positions[:tokens],
             rows[:requests],
             tuple(
-                GroupInputs(table[:requests], starts[: requests + 1], seq_lens[:requests], slot[:tokens])
+                GroupInputs(
+                    table[:requests], starts[: requests + 1], seq_lens[:requests], slot[:tokens], decodes_only=only
+                )
                 for table, slot in zip(self._tables, slots, strict=True)
             ),
             FedInputs(known[:tokens], fed_rows[:tokens], self._fed_ids[:tokens]),
             Draws(*(vector[:requests] for vector in draws)),
             kept_rows[:requests],
+            rope[: 3 * tokens].view(3, tokens) if self._sections else None,
         )
 
     def load(self, batch: ForwardBatch, rows: IntArray, shape: StepShape, nobody: int = 0) -> None:
@@ -222,13 +248,17 @@ class InputBuffers:
         _fill(views[2], rows, shape.requests, 0)
         _fill(views[3], first.query_start_loc, shape.requests + 1, len(batch.token_ids))
         _fill(views[4], first.seq_lens, shape.requests, 0)
-        _lay_out_fed(views[5:7], batch.fed, shape)
-        *draws, kept_rows = views[7 : 8 + _NUM_DRAWS]
+        if self._sections:
+            rope = views[5][: 3 * shape.tokens].reshape(3, shape.tokens)
+            rope[:, : len(batch.positions)] = batch.positions if batch.rope_positions is None else batch.rope_positions
+            rope[:, len(batch.positions) :] = 0
+        _lay_out_fed(views[6:8], batch.fed, shape)
+        *draws, kept_rows = views[8 : 9 + _NUM_DRAWS]
         chosen = _UNDRAWN if batch.choice is None else draw_values(batch.choice.draws)
         for view, values, neutral in zip(draws, chosen, _GREEDY, strict=True):
             _fill(view, values, shape.requests, neutral)
         _fill(kept_rows, _NONE if batch.choice is None else batch.choice.kept_rows, shape.requests, nobody)
-        for view, metadata in zip(views[8 + _NUM_DRAWS :], attention, strict=True):
+        for view, metadata in zip(views[9 + _NUM_DRAWS :], attention, strict=True):
             _fill(view, metadata.slot_mapping, shape.tokens, -1)
         end = fixed
         for table in tables:
@@ -511,8 +541,8 @@ class StepMemory:
         held = StepShape(0, 0) if self._large is None else self._large[0].max_shape
         if self._large is None or shape.tokens > held.tokens or shape.requests > held.requests:
             self._large = None
-            wanted = zip((held.tokens, held.requests), (shape.tokens, shape.requests), strict=True)
-            self._large = self._allocate(StepShape(*(_whole(max(one, other)) for one, other in wanted)))
+            tokens, requests = max(shape.tokens, held.tokens), max(shape.requests, held.requests)
+            self._large = self._allocate(StepShape(_whole(tokens), _whole(requests)))
         return self._large
 
     @torch.inference_mode(False)

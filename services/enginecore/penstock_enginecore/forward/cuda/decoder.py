@@ -10,7 +10,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,10 +23,11 @@ from penstock_enginecore.config import KernelsConfig
 from penstock_enginecore.core.worker_stats import GraphStats
 from penstock_enginecore.forward.base import ForwardBatch, ForwardOutput, ForwardPass
 from penstock_enginecore.forward.cuda.adapters import DeviceAdapters, ProductAdapters, unadapted, why_not
-from penstock_enginecore.forward.cuda.buffers import CacheShape, KeptHidden, Step, StepMemory, StepShape, padded_shape
+from penstock_enginecore.forward.cuda.buffers import CacheShape, KeptHidden, Step, StepMemory, StepShape, shape_of
 from penstock_enginecore.forward.cuda.graphs import Padded, StepGraphs, cuda_graphs
 from penstock_enginecore.forward.cuda.layers import AfterLayer, Layers, latent_specs
 from penstock_enginecore.forward.cuda.linear import Dense, Product, empty, keeps, merged
+from penstock_enginecore.forward.cuda.media_steps import unsupported, with_media, with_rotary_positions
 from penstock_enginecore.forward.cuda.sampler import (
     DeviceLauncher,
     MakeSampling,
@@ -120,10 +121,11 @@ def fused_plan(probed: ProbedModel) -> ModelPlan:
     the fused decoder does not support. ``Layers`` checks further properties.
     """
     plan = plan_model(probed.model.module, probed.calls)
-    if plan.family.sections or UNROTATED in plan.rotary_variants:
+    if demands := unsupported(plan, probed.demands):
+        raise UnsuitableError(f"for media, the model uses {demands}, which the fused decoder does not support")
+    if UNROTATED in plan.rotary_variants:
         raise UnsuitableError(
-            "the model's rotary positions have sections, or some of its layers have no rotary positions; the fused decoder "
-            "supports neither"
+            "some of the model's layers have no rotary positions, which the fused decoder does not support"
         )
     if plan.family.pairs or plan.family.norms_rotated:
         raise UnsuitableError(
@@ -283,11 +285,13 @@ class FusedForward:
         """
         if self._memory is None or not self._caches:
             raise RuntimeError("bind must be called before the first step")
-        num_tokens, first = len(batch.token_ids), batch.attention[0]
-        step = self._memory.step(padded_shape(num_tokens, max(first.num_requests, len(rows))))
+        num_tokens = len(batch.token_ids)
+        batch = with_rotary_positions(batch, self._max_len)
+        step = self._memory.step(shape_of(batch, rows))
         if self._feedback.moves(batch):
             self._forget_graphs()
         step.buffers.load(batch, rows, step.shape, self._feedback.nobody)
+        step = replace(step, inputs=with_media(batch, step.inputs, self._plan))
         padded = Padded(step.shape.tokens, step.shape.tokens - num_tokens, step.shape.requests - len(rows))
         with self._adapted(batch.segments, segments_of_rows(batch.segments, rows), step.shape):
             hidden = self._compute(step, batch.embedded, padded, adapted=len(batch.segments) > 0)
@@ -344,8 +348,11 @@ class FusedForward:
         copy_weights(fresh.weights(), self.weights())
 
     def probe(self) -> torch.Tensor:
-        """Return the logits of the probe, a short test prompt, computed in several steps."""
-        return probe_parts(self, Probe.prompt(self._probed.model.vocab_size), CUTS)
+        """Return the logits of the probe, a short test prompt, computed in several steps. A model with media has a second
+        probe, which contains an image.
+        """
+        prompts = Probe.prompts(self._probed.model.vocab_size, self._probed.demands)
+        return torch.cat([probe_parts(self, prompt, CUTS) for prompt in prompts])
 
     def where(self) -> str:
         """Compare the output of each layer with the output of the model's own layer, and return the first difference as
@@ -404,7 +411,8 @@ class FusedForward:
 
         Steps with and without adapters have separate graphs.
         """
-        replayed = embedded is None and not step.shape.is_large and self._after_layer is None
+        plain = embedded is None and step.inputs.media is None
+        replayed = plain and not step.shape.is_large and self._after_layer is None
         if self._graphs is not None and replayed:
             key = (step.shape, "adapters") if adapted else step.shape
             return self._graphs.run(key, functools.partial(self._launch_all, step), padded)
@@ -555,8 +563,8 @@ def _mask(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> None
 
 
 def _build(probed: ProbedModel, uses: KernelsConfig, lora: SlotLimits | None) -> FusedForward:
-    if demands := probed.demands:
-        raise UnsuitableError(f"for media, the model uses {demands}, which the fused decoder does not support")
+    if uses.batch_invariant and (demands := probed.demands):
+        raise UnsuitableError(f"for media, the model uses {demands}, which no batch-invariant decoder on GPUs supports")
     if probed.donors:
         reader, donor = next(iter(probed.donors.items()))
         raise UnsuitableError(f"{reader} reads the keys and values of {donor}; the fused decoder does not support this")

@@ -4,7 +4,8 @@ of experts, and sampling parameters.
 The kernels are in ``triton_kernels.py``. The tests contain the same functions in plain torch.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -148,6 +149,9 @@ class GroupInputs:
         seq_lens: int32 ``[requests]``.
         slots: int64 ``[tokens]``.
         key_ends: int32 ``[tokens]``, see ``AttentionMetadata``. Captured steps have None.
+        windowed_ends: Whether ``key_ends`` applies only to layers with a sliding window.
+        decodes_only: Whether each request has exactly one new token, except padding requests, which are the last. Then
+            attention needs fewer kernels. Captured steps of both kinds have separate graphs.
     """
 
     block_table: torch.Tensor
@@ -155,6 +159,27 @@ class GroupInputs:
     seq_lens: torch.Tensor
     slots: torch.Tensor
     key_ends: torch.Tensor | None = None
+    windowed_ends: bool = False
+    decodes_only: bool = False
+
+    def for_window(self, sliding_window: int | None) -> "GroupInputs":
+        """Return the inputs for a layer with this sliding window, or without one."""
+        drops = self.key_ends is not None and self.windowed_ends and sliding_window is None
+        return replace(self, key_ends=None) if drops else self
+
+
+@dataclass(frozen=True, slots=True)
+class MediaInputs:
+    """Inputs that only steps with images, video or sound have.
+
+    Attributes:
+        rotary: Rotary tables of the model's variants, with a row for each token of the step. ``StepInputs.positions``
+            are then indices of these rows. None for the model's own tables.
+        deepstack: See ``ForwardBatch``. None if the step has no such embeddings.
+    """
+
+    rotary: Sequence[RotaryTable] | None = None
+    deepstack: torch.Tensor | None = None
 
 
 # Mixtures of experts.

@@ -130,7 +130,8 @@ class HeadsAttention:
     ) -> None:
         """Compute attention, with the buffers of ``activations`` for intermediate results; see ``Attention.run``."""
         plan = self.plan
-        group, keys, values = inputs.groups[cache.group], cache.cache.keys, cache.cache.values
+        group = inputs.groups[cache.group].for_window(plan.params.sliding_window)
+        keys, values = cache.cache.keys, cache.cache.values
         heads = (-1, plan.num_heads, plan.head_size)
         query, attended = activations.query.view(heads), activations.attended.view(heads)
         self.first.product(x, activations.qkv)
@@ -407,15 +408,20 @@ class Layers:
         if after_layer is not None:
             after_layer(-1, residual)
         x, spare = activations.normed, activations.x
+        media = inputs.media
+        tables = self._rotary if media is None or media.rotary is None else media.rotary
+        deepstack = () if media is None or media.deepstack is None else media.deepstack
         kernels.add_rms_norm(residual, None, self._first_norm, x)
         for i, (layer, cache, next_norm) in enumerate(zip(self._layers, caches, self._next_norms, strict=True)):
             plan = layer.plan
             after = plan.norms_after
-            rotary = self._rotary[layer.rotary]
+            rotary = tables[layer.rotary]
             scale = plan.residual_scale * plan.output_scales[0]
             layer.attention.run(x, inputs, activations, cache, rotary, scale, spare)
             x, spare = self._add_norm(spare, x, residual, after[0], self._mlp_norms[i])
             layer.mlp.run(x, inputs, activations, kernels, spare)
+            if i < len(deepstack):
+                spare[: deepstack[i].shape[0]].add_(deepstack[i])
             x, spare = self._add_norm(spare, x, residual, after[1], next_norm)
             if after_layer is not None:
                 after_layer(i, residual)

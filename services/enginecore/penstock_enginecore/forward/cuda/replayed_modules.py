@@ -21,7 +21,7 @@ from penstock_enginecore.forward.cuda.buffers import (
     KeptHidden,
     StepInputs,
     StepShape,
-    padded_shape,
+    shape_of,
 )
 from penstock_enginecore.forward.cuda.graphs import Padded, StepGraphs
 from penstock_enginecore.forward.cuda.sampler import TokenFeedback
@@ -50,7 +50,7 @@ class ReplayedModules:
     """``ForwardPass`` that captures and replays steps of the model's modules.
 
     Steps of padded shapes use tensors that never move. ``graphs`` captures the first step of each shape.
-    ``ModulesForward`` runs steps that are too large, have media or embeddings, or set ``keep_states``. After a failed
+    ``ModulesForward`` runs steps that are too large, have embeddings or ``key_ends``, or set ``keep_states``. After a failed
     capture, ``ModulesForward`` runs the steps of the same shape. If no capture has succeeded, ``failure`` names the
     module that failed. If ``adapted`` is given,
     steps with LoRA adapters have separate graphs. If ``adapted`` is None, ``ModulesForward`` runs steps with adapters.
@@ -79,6 +79,7 @@ class ReplayedModules:
         self.memory = self._modules.memory
         self._module = probed.model.module
         self._donors = probed.donors
+        self._sections = probed.demands.sections
         self._dtype = probed.model.dtype
         self._max_len = max(probed.model.max_len, NUM_TOKENS)
         self._attention = attention
@@ -159,10 +160,10 @@ class ReplayedModules:
         if self._buffers is None or not self._caches:
             raise RuntimeError("bind must be called before the first step")
         num_tokens = len(batch.token_ids)
-        shape = padded_shape(num_tokens, max(batch.attention[0].num_requests, len(rows)))
+        shape = shape_of(batch, rows)
         adapted = len(batch.segments) > 0
         sees_behind = any(metadata.key_ends is not None for metadata in batch.attention)
-        has_media = batch.embedded is not None or batch.rope_positions is not None or sees_behind
+        has_media = batch.embedded is not None or sees_behind
         apart = keep_states or has_media or (adapted and self._adapted is None)
         if apart or shape.is_large or self._graphs.refuses(self._key(batch, shape)):
             self._graphs.count_launched()
@@ -244,6 +245,7 @@ class ReplayedModules:
         """Launch all work of a step, from its token ids on. Returns logits ``[requests, vocab]``."""
         self._feedback.feed(inputs)
         token_ids, positions, rows = inputs.token_ids.long(), inputs.positions.long(), inputs.rows.long()
+        at = positions if inputs.rope_positions is None else inputs.rope_positions.long()
         plans: list[StepPlan] = [self._attention.padded_plan(group, positions) for group in inputs.groups]
         recurrent = None
         if indices is not None:
@@ -253,7 +255,7 @@ class ReplayedModules:
         with use_context(context), use_states(recurrent), _failures_named(self._module):
             layers = () if self._kept is None else self._kept.layers
             ids = {"input_ids": token_ids[None]}
-            computed, hidden = module_outputs(self._module, ids, positions, rows, layers)
+            computed, hidden = module_outputs(self._module, ids, at, rows, layers)
         if self._kept is not None and hidden is not None:
             self._kept.begin(len(hidden))
             self._kept.put_all(hidden)
@@ -274,7 +276,8 @@ class ReplayedModules:
 
     @torch.inference_mode(False)
     def _allocate(self, shape: CacheShape) -> InputBuffers:
-        return InputBuffers(CAPTURED, shape.num_groups, shape.max_blocks, HostSlots.on(self.device), self.device)
+        slots, sections = HostSlots.on(self.device), self._sections
+        return InputBuffers(CAPTURED, shape.num_groups, shape.max_blocks, slots, self.device, sections=sections)
 
 
 @contextmanager

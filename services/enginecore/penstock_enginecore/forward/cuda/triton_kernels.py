@@ -68,7 +68,7 @@ class TritonKernels:
         scales: KVScales = UNSCALED,
     ) -> None:
         """Compute attention with ``attention.attend``. All layers and steps use the same scratch memory."""
-        scratch = self._scratch_for(len(group.seq_lens), attention.pieces_per_request(keys.shape[1]), out)
+        scratch = self._scratch_for(self._queries(query, group), attention.pieces_per_request(keys.shape[1]), out)
         attention.attend(query, keys, values, out, group, params, scratch, scales, invariant=self.batch_invariant)
 
     def attend_latent(
@@ -77,28 +77,37 @@ class TritonKernels:
         """Compute latent attention with ``latent_attention.attend_latent``. All layers and steps use the same scratch
         memory.
         """
-        scratch = self._scratch_for(len(group.seq_lens), latent.latent_pieces(query.shape[1]), out)
+        scratch = self._scratch_for(self._queries(query, group), latent.latent_pieces(query.shape[1]), out)
         latent.attend_latent(query, cache, group, scaling, out, scratch, invariant=self.batch_invariant)
 
-    def _scratch_for(self, requests: int, pieces: int, out: torch.Tensor) -> attention.Scratch:
+    def _queries(self, query: torch.Tensor, group: GroupInputs) -> int:
+        """Return the number of queries with scratch memory: one per request, and in steps that are not only decodes the
+        new tokens of one more request, up to ``MAX_CAPTURED_TOKENS``.
+        """
+        requests = len(group.seq_lens)
+        if self.batch_invariant or group.decodes_only:
+            return requests
+        return max(requests, min(len(query), requests + attention.LONGEST_SPLIT, MAX_CAPTURED_TOKENS))
+
+    def _scratch_for(self, queries: int, pieces: int, out: torch.Tensor) -> attention.Scratch:
         """Return scratch memory for attention whose output is ``out``.
 
-        The scratch memory has space for as many requests as the largest step so far, rounded up. Captured graphs
+        The scratch memory has space for as many queries as the largest step so far, rounded up. Captured graphs
         contain addresses of the scratch memory, so scratch memory of captured steps stays allocated when a larger step
         needs more. Steps that are too large to be captured share other scratch memory, which grows.
         """
         shape = pieces, out.shape[1], out.shape[2]
-        is_large = requests > MAX_CAPTURED_TOKENS
+        is_large = queries > MAX_CAPTURED_TOKENS
         held = self._scratch.setdefault((*shape, is_large), [])
-        if not held or len(held[-1].total) < requests:
+        if not held or len(held[-1].total) < queries:
             if is_large:
                 held.clear()
-            held.append(attention.Scratch.allocate(_rounded(requests), *shape, out.device))
+            held.append(attention.Scratch.allocate(_rounded(queries), *shape, out.device))
         return held[-1]
 
 
-def _rounded(requests: int) -> int:
-    """Return ``requests`` rounded up to a power of two of at least 16, so that slowly growing steps do not allocate each
+def _rounded(queries: int) -> int:
+    """Return ``queries`` rounded up to a power of two of at least 16, so that slowly growing steps do not allocate each
     time.
     """
-    return max(16, 1 << (requests - 1).bit_length())
+    return max(16, 1 << (queries - 1).bit_length())

@@ -117,7 +117,7 @@ def test_where_none_can_be_captured_three_shapes_are_tried(tmp_path: Path, caplo
     GraphCapture(forward, NewestTokens(CPU), forward.graph_stats).run(squares(8, 4, 2, 1), 1, 16, lambda: 0)
     assert len(caplog.messages) == forward.graph_stats().failures == 3
     assert "too little device memory to capture a step as a CUDA graph" in caplog.messages[0]
-    assert "shape=StepShape(tokens=8, requests=8)" in caplog.messages[0]
+    assert "shape=StepShape(tokens=8, requests=8, decodes_only=True)" in caplog.messages[0]
 
 
 @torch.inference_mode()

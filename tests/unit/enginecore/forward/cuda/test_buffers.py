@@ -16,6 +16,7 @@ from penstock_enginecore.forward.cuda.buffers import (
     StepShape,
     Widths,
     padded_shape,
+    shape_of,
 )
 from penstock_enginecore.sample.base import DrawSettings, PlainDraws
 from tests.fakes.models.recorded_launches import tensors_of
@@ -87,6 +88,31 @@ def test_a_step_is_padded_with_requests_of_no_tokens_and_tokens_of_no_slot() -> 
         assert group.block_table.shape == (4, 6)
     assert {t.dtype for t in (inputs.token_ids, inputs.positions, inputs.rows)} == {torch.int32}
     assert inputs.groups[0].slots.dtype == torch.int64
+
+
+def test_each_token_has_three_rotary_positions_if_the_model_has_sections() -> None:
+    buffers = InputBuffers(StepShape(8, 8), 2, 6, HostSlots.on(CPU), CPU, sections=True)
+    groups, shape = [metadata([9, 2], [3, 2])] * 2, StepShape(8, 2)
+    inputs = buffers.of(shape)
+    rope = np.arange(15).reshape(3, 5)
+    for given, expected in ((rope, rope), (None, np.stack([groups[0].positions()] * 3))):
+        inputs.rope_positions.fill_(77)
+        batch = ForwardBatch(np.arange(5), groups[0].positions(), groups, rope_positions=given)
+        buffers.load(batch, np.array([4]), shape)
+        assert inputs.rope_positions.tolist() == [[*row, 0, 0, 0] for row in expected.tolist()]
+        assert inputs.positions.tolist() == [6, 7, 8, 0, 1, 0, 0, 0]
+        assert inputs.groups[1].slots.tolist()[5:] == [-1, -1, -1]
+    assert InputBuffers(StepShape(8, 8), 1, 6, HostSlots.on(CPU), CPU).of(shape).rope_positions is None
+
+
+def test_steps_of_decodes_have_shapes_of_their_own() -> None:
+    for lengths, decodes_only in (([1, 1, 1], True), ([1, 2, 1], False), ([2, 1, 0], False)):
+        step = metadata([9, 7, 5], lengths)
+        batch = ForwardBatch(np.zeros(sum(lengths), dtype=np.int64), step.positions(), [step])
+        shape = shape_of(batch, np.arange(3))
+        assert shape == StepShape(4, 4, decodes_only)
+        inputs = InputBuffers(StepShape(8, 8), 2, 6, HostSlots.on(CPU), CPU).of(shape)
+        assert [group.decodes_only for group in inputs.groups] == [decodes_only] * 2
 
 
 def test_rows_that_nobody_draws_are_greedy_and_kept_by_nobody() -> None:

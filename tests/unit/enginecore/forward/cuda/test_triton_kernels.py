@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from penstock_enginecore.forward.cuda.kernel_api import GroupInputs
 from tests.fakes.models.interpreted_kernels import NO_TRITON
 
 FAMILIES = (
@@ -44,3 +45,25 @@ def test_scratch_memory_is_as_large_as_the_largest_batch_and_stays_for_captured_
     assert [len(each.total) for each in captured] == [16, 64]
     assert [size for size, _ in sizes(600, 700, 1500)] == [1024, 1024, 2048]
     assert len(kernels._scratch[(5, 2, 8, True)]) == 1
+
+
+def test_scratch_memory_has_rows_for_the_new_tokens_of_one_more_request() -> None:
+    pytest.importorskip("triton", reason=NO_TRITON)
+    from penstock_enginecore.forward.cuda.triton_kernels import TritonKernels
+
+    def rows(tokens: int, requests: int, *, decodes_only: bool = False, invariant: bool = False) -> int:
+        group = GroupInputs(
+            torch.empty(requests, 1),
+            torch.empty(requests + 1),
+            torch.empty(requests),
+            torch.empty(tokens),
+            decodes_only=decodes_only,
+        )
+        return TritonKernels(batch_invariant=invariant)._queries(torch.empty(tokens, 1, 1), group)
+
+    assert rows(64, 64, decodes_only=True) == 64
+    assert rows(40, 16) == 40
+    assert rows(512, 64) == 192
+    assert rows(2048, 512) == rows(2048, 450) == 512
+    assert rows(2048, 600) == 600
+    assert rows(512, 64, invariant=True) == 64

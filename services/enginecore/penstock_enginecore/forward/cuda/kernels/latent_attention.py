@@ -2,10 +2,11 @@
 rotary part of the vector is used only as key.
 
 Callers pass queries that are projected to the latent space, and project the outputs back from this space. A program
-reads the latent once for all its heads, as in DeepSeek-V2 (2024). The keys of a decode are split into pieces, and the
-results of the pieces are merged, as in ``attention.py``.
+reads the latent once for all its heads, as in DeepSeek-V2 (2024). The keys of requests with few new tokens are split
+into pieces, and the results of the pieces are merged, as in ``attention.py``.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +15,11 @@ import triton.language as tl
 
 from penstock_enginecore.forward.cuda.kernel_api import GroupInputs, Norm, RotaryTable
 from penstock_enginecore.forward.cuda.kernels.attention import (
+    LONGEST_SPLIT,
     Scratch,
     accumulate,
     find,
+    key_pieces,
     merge_pieces,
     piece_size,
     programs,
@@ -243,9 +246,8 @@ def attend_latent(
         group: Positions of the step's tokens in the KV cache.
         scaling: Factor of the attention scores.
         out: ``[tokens, heads, latent]``.
-        scratch: Memory for the intermediate results of ``latent_pieces`` pieces of keys per decode.
-        invariant: Whether to compute decodes in the same way as prompts. Then a token's result is bit-identical in a
-            decode and in a prompt.
+        scratch: Memory for the intermediate results of ``latent_pieces`` pieces of keys per query.
+        invariant: Whether to split no keys. Then a token's result is bit-identical in a decode and in a prompt.
 
     Raises:
         ValueError: Layout or alignment of a tensor is not supported.
@@ -253,22 +255,26 @@ def attend_latent(
     _check(query, cache, out, group, scratch)
     heads, requests = query.shape[1], len(group.seq_lens)
     rows = int(triton.next_power_of_2(heads))
-    tiles = latent_tiles(rows, cache.element_size(), device_name(cache.device), invariant=invariant)
-    if not invariant:
-        pieces = latent_pieces(heads)
-        longest = group.block_table.shape[1] * cache.shape[2]
-        items = requests * min(pieces, triton.cdiv(longest, tiles.piece))
-        _launch(query, cache, group, scaling, out, scratch, tiles, items, fewest=0)
-        merge_pieces[(requests, heads)](
-            scratch.sums, scratch.largest, scratch.total, group.query_start_loc, group.seq_lens, None, out, 1.0,
-            HEADS=heads, SIZE_V=out.shape[2], PADDED_V=max(16, triton.next_power_of_2(out.shape[2])), WINDOW=0,
-            ATTENTION_CHUNK=0, PIECE=tiles.piece, MAX_PIECES=pieces, AT_ONCE=_MERGED_AT_ONCE, num_warps=4,
-        )  # fmt: skip
+    tiled = partial(latent_tiles, itemsize=cache.element_size(), device=device_name(cache.device), invariant=invariant)
     # Prompts use the largest tiles. If the model has few heads, a tile contains several queries.
-    tiles = latent_tiles(1 << 30, cache.element_size(), device_name(cache.device), invariant=invariant)
-    queries = tiles.rows // min(rows, tiles.rows)
-    items = len(query) // queries + requests
-    _launch(query, cache, group, scaling, out, scratch, tiles, items, fewest=1 if invariant else 2)
+    large = tiled(1 << 30)
+    longest = 0 if invariant else 1 if group.decodes_only else LONGEST_SPLIT
+    split = tiled(rows) if longest == 1 else large
+    launch = partial(_launch, query, cache, group, scaling, out, scratch, longest=longest, piece=split.piece)
+    if longest > 0:
+        pieces = latent_pieces(heads)
+        parts = min(pieces, triton.cdiv(group.block_table.shape[1] * cache.shape[2], split.piece))
+        queries = requests if longest == 1 else min(len(query), len(scratch.total))
+        launch(split, (requests if longest == 1 else requests + len(query)) * parts, splits=True)
+        merge_pieces[(queries, heads)](
+            scratch.sums, scratch.largest, scratch.total, group.query_start_loc, group.seq_lens, None, out,
+            requests, len(scratch.total), 1.0, HEADS=heads, SIZE_V=out.shape[2],
+            PADDED_V=max(16, triton.next_power_of_2(out.shape[2])), WINDOW=0, ATTENTION_CHUNK=0,
+            REQUESTS=max(16, triton.next_power_of_2(requests)), PIECE=split.piece, MAX_PIECES=pieces, LONGEST=longest,
+            FEWEST=1, AT_ONCE=_MERGED_AT_ONCE, num_warps=4,
+        )  # fmt: skip
+    if longest != 1:
+        launch(large, len(query) // (large.rows // min(rows, large.rows)) + requests, splits=False)
 
 
 def _launch(
@@ -281,10 +287,12 @@ def _launch(
     tiles: Latent,
     items: int,
     *,
-    fewest: int,
+    splits: bool,
+    longest: int,
+    piece: int,
 ) -> None:
-    """Launch the kernel. ``items`` is the maximum number of work items (pieces of keys, or tiles of queries) for each
-    tile of heads.
+    """Launch the kernel for requests whose keys are split, or for the other requests. ``items`` is the maximum number
+    of work items (pieces of keys, or tiles of queries) for each tile of heads.
     """
     heads, latent, requests = query.shape[1], out.shape[2], len(group.seq_lens)
     head_rows = min(int(triton.next_power_of_2(heads)), tiles.rows)
@@ -294,12 +302,14 @@ def _launch(
         "PADDED_ROTARY": max(16, triton.next_power_of_2(query.shape[2] - latent)), "BLOCK_SIZE": cache.shape[2],
         "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
         "REQUESTS": max(16, triton.next_power_of_2(requests)), "ROWS": tiles.rows, "HEAD_ROWS": head_rows,
-        "BLOCK_N": tiles.block_n, "FEWEST": fewest, "PIECE": tiles.piece, "MAX_PIECES": latent_pieces(heads),
+        "BLOCK_N": tiles.block_n, "SPLITS": splits, "PIECE": piece, "MAX_PIECES": latent_pieces(heads),
+        "LONGEST": longest,
     }  # fmt: skip
     count = min(items * triton.cdiv(heads, head_rows), programs(query.device))
     latent_attention[(count,)](
         query, cache, group.block_table, group.query_start_loc, group.seq_lens, out,
-        scratch.sums, scratch.largest, scratch.total, requests, group.block_table.stride(0), cache.stride(0), scaling,
+        scratch.sums, scratch.largest, scratch.total,
+        requests, len(scratch.total), group.block_table.stride(0), cache.stride(0), scaling,
         **constants, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
 
@@ -348,19 +358,21 @@ def load_latents(
     return tl.load(cache + rows[:, None] + numbers[None, :], mask=mask, other=0.0)
 
 
-@triton.jit(do_not_specialize=["num_requests"])
+@triton.jit(do_not_specialize=["num_requests", "capacity"])
 def latent_attention(
     query, cache, block_table, query_start_loc, seq_lens, out, sums_out, largest_out, total_out,
-    num_requests, table_stride, stride, scaling,
+    num_requests, capacity, table_stride, stride, scaling,
     HEADS: tl.constexpr, LATENT: tl.constexpr, ROTARY: tl.constexpr, PADDED: tl.constexpr, PADDED_ROTARY: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr, REQUESTS: tl.constexpr, ROWS: tl.constexpr,
-    HEAD_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, FEWEST: tl.constexpr, PIECE: tl.constexpr, MAX_PIECES: tl.constexpr,
+    HEAD_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, PIECE: tl.constexpr, MAX_PIECES: tl.constexpr,
+    LONGEST: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention in tiles of ``ROWS`` rows, for requests with at least ``FEWEST`` new tokens.
+    """Compute attention in tiles of ``ROWS`` rows. If ``SPLITS`` is true, compute the requests whose keys are split,
+    otherwise the other requests; see ``key_pieces``.
 
-    Row i of a tile is query ``i // HEAD_ROWS`` and head ``i % HEAD_ROWS`` of the tile's heads. If ``FEWEST`` is 0, each
-    tile is a piece of the keys of a request with one new token. The softmax statistics and weighted sums of the piece
-    are stored, and another kernel merges them.
+    Row i of a tile is query ``i // HEAD_ROWS`` and head ``i % HEAD_ROWS`` of the tile's heads. If ``SPLITS`` is true, a
+    tile attends to one piece of the keys. The softmax statistics and weighted sums of the piece are stored, and another
+    kernel merges them.
     """
     WIDTH: tl.constexpr = LATENT + ROTARY
     QUERIES: tl.constexpr = ROWS // HEAD_ROWS
@@ -369,11 +381,12 @@ def latent_attention(
     known = requests < num_requests
     begins = tl.load(query_start_loc + requests, mask=known, other=0)
     ends = tl.load(query_start_loc + requests + 1, mask=known, other=0)
-    if FEWEST == 0:
-        lengths = tl.where(ends - begins == 1, tl.load(seq_lens + requests, mask=known, other=0), 0)
-        counts = tl.cdiv(lengths, piece_size(lengths, PIECE, MAX_PIECES))
-    else:
-        counts = tl.where(ends - begins >= FEWEST, tl.cdiv(ends - begins, QUERIES), 0)
+    new = ends - begins
+    counts = tl.cdiv(new, QUERIES)
+    if LONGEST > 0:
+        lengths = tl.load(seq_lens + requests, mask=known, other=0)
+        split, pieces, rows_upto = key_pieces(new, lengths, capacity, 0, 0, PIECE, MAX_PIECES, LONGEST)
+        counts = tl.where(split, pieces * counts, 0) if SPLITS else tl.where(split, 0, counts)
     upto = tl.cumsum(counts, 0)
     num_items = tl.sum(counts, 0) * HEAD_TILES
     rows = tl.arange(0, ROWS)
@@ -386,14 +399,18 @@ def latent_attention(
         num_queries = tl.load(query_start_loc + request + 1) - first_query
         length = tl.load(seq_lens + request)
         begin = part * 0
-        if FEWEST == 0:
-            queries = rows // HEAD_ROWS
+        piece = part * 0
+        tile = part
+        if SPLITS:
+            num_tiles = tl.cdiv(num_queries, QUERIES)
+            piece = part // num_tiles
+            tile = part % num_tiles
+        queries = tile * QUERIES + rows // HEAD_ROWS
+        end = length - num_queries + tl.minimum((tile + 1) * QUERIES, num_queries)
+        if SPLITS:
             size = piece_size(length, PIECE, MAX_PIECES)
-            begin = part * size
-            end = tl.minimum(begin + size, length)
-        else:
-            queries = part * QUERIES + rows // HEAD_ROWS
-            end = length - num_queries + tl.minimum((part + 1) * QUERIES, num_queries)
+            begin = piece * size
+            end = tl.minimum(begin + size, end)
         heads = item % HEAD_TILES * HEAD_ROWS + rows % HEAD_ROWS
         mine = (heads < HEADS) & (queries < num_queries)
         at = length - num_queries + queries
@@ -424,8 +441,11 @@ def latent_attention(
             weighed = tl.where(positions[None, :] <= at[:, None], dots * 1.4426950408889634, float("-inf"))
             largest, total, sums = accumulate(weighed, largest, total, sums, latent, PRECISION)
         inside = mine[:, None] & (numbers < LATENT)[None, :]
-        if FEWEST == 0:
-            place = (request.to(tl.int64) * MAX_PIECES + part) * HEADS + heads
+        if SPLITS:
+            row = request
+            if LONGEST > 1:
+                row = tl.sum(tl.where(requests == request, rows_upto - new, 0), 0)
+            place = ((row + queries).to(tl.int64) * MAX_PIECES + piece) * HEADS + heads
             tl.store(largest_out + place, largest, mask=mine)
             tl.store(total_out + place, total, mask=mine)
             tl.store(sums_out + place[:, None] * LATENT + numbers[None, :], sums, mask=inside)

@@ -41,7 +41,8 @@ class Paged:
         lengths = torch.zeros(len(table), dtype=torch.int32)
         lengths[:count] = torch.from_numpy(metadata.seq_lens)
         ends = None if metadata.key_ends is None else torch.from_numpy(metadata.key_ends).int()
-        group = GroupInputs(table, starts, lengths, torch.from_numpy(metadata.slot_mapping), ends)
+        slots = torch.from_numpy(metadata.slot_mapping)
+        group = GroupInputs(table, starts, lengths, slots, ends, decodes_only=metadata.decodes_only)
         return cls(step, cls._pages(step, step.cache.keys), cls._pages(step, step.cache.values), group)
 
     @staticmethod
@@ -53,15 +54,24 @@ class Paged:
         return arena[:, 1]
 
     def attend(
-        self, params: AttentionParams, tokens: int = 0, scales: KVScales = UNSCALED, *, invariant: bool = False
+        self,
+        params: AttentionParams,
+        tokens: int = 0,
+        scales: KVScales = UNSCALED,
+        *,
+        invariant: bool = False,
+        capacity: int = 0,
     ) -> torch.Tensor:
-        """Compute attention with output and scratch memory that hold NaN before. The step is padded to ``tokens``."""
+        """Compute attention with output and scratch memory that hold NaN before. The step is padded to ``tokens``. The
+        scratch memory has ``capacity`` rows, by default one for each token.
+        """
         query = self.step.query
         padding = query.new_full((max(tokens - len(query), 0), *query.shape[1:]), torch.nan)
         query = torch.cat([query, padding])
         out = query.new_full((*query.shape[:2], self.values.shape[3]), torch.nan)
         pieces = attention.pieces_per_request(self.keys.shape[1])
-        scratch = attention.Scratch.allocate(len(self.group.seq_lens), pieces, *out.shape[1:], CPU)
+        capacity = capacity or max(len(query), len(self.group.seq_lens))
+        scratch = attention.Scratch.allocate(capacity, pieces, *out.shape[1:], CPU)
         for tensor in (scratch.sums, scratch.largest, scratch.total):
             tensor.fill_(torch.nan)
         attention.attend(query, self.keys, self.values, out, self.group, params, scratch, scales, invariant=invariant)

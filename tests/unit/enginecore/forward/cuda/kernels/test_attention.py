@@ -4,11 +4,13 @@ import importlib
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from penstock_enginecore.attention.base import AttentionParams
 from penstock_enginecore.attention.kv_cache import KVScales
@@ -18,6 +20,48 @@ from tests.unit.enginecore.forward.cuda.kernels.paged import Paged, attention, e
 
 SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
 MIXED = ([1, 20, 1, 2], [530, 50, 7, 90])
+SPLIT = ([1, 18, 2, 3, 1], [300, 200, 150, 20, 17])
+"""Requests of which four have split keys, if pieces have 128 keys."""
+
+
+@pytest.fixture
+def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use pieces of 128 keys, so that few keys make several pieces."""
+    real = attention.attention_tiles
+
+    def tiles(*size: int) -> Any:
+        found = real(*size)
+        return replace(found, decode=structs.replace(found.decode, piece=128))
+
+    monkeypatch.setattr(attention, "attention_tiles", tiles)
+
+
+class Launches:
+    """Records the names and options of the attention kernels that are launched."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen: list[tuple[str, dict[str, Any]]] = []
+        for name in ("split_keys", "merge_pieces", "prefill_tiles"):
+            monkeypatch.setattr(attention, name, self._recorded(name, getattr(attention, name)))
+
+    def _recorded(self, name: str, kernel: Any) -> Any:
+        launches = self
+
+        class Recorded:
+            def __getitem__(self, grid: Any) -> Any:
+                def launch(*args: Any, **options: Any) -> None:
+                    launches.seen.append((name, options))
+                    kernel[grid](*args, **options)
+
+                return launch
+
+        return Recorded()
+
+    def names(self) -> list[str]:
+        """Return the names of the kernels launched since the last call."""
+        found = [name for name, _ in self.seen]
+        self.seen.clear()
+        return found
 
 
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
@@ -74,6 +118,72 @@ def test_heads_and_their_sizes_need_not_be_powers_of_two(heads: tuple[int, int],
     torch.testing.assert_close(Paged.of(step).attend(params), expected(step, params), rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.usefixtures("short_pieces")
+@pytest.mark.parametrize("name", ["full", "sinks", "chunk, softcap and sinks"])
+def test_keys_of_a_few_new_tokens_are_split_as_by_the_reference(name: str) -> None:
+    for params in (PARAMS[name], replace(PARAMS[name], sliding_window=140)):
+        step = make_step(*SPLIT, block_size=16)
+        right = expected(step, params)
+        torch.testing.assert_close(Paged.of(step).attend(params), right, rtol=2e-5, atol=2e-6)
+        few = Paged.of(step, requests=9).attend(params, tokens=30, capacity=20)  # no room for the third and the last
+        torch.testing.assert_close(few[: len(right)], right, rtol=2e-5, atol=2e-6)
+        assert few[len(right) :].isnan().all()
+
+
+@pytest.mark.usefixtures("short_pieces")
+def test_split_keys_have_spans_and_scales() -> None:
+    step = spanned(make_step(*SPLIT, block_size=16), 2)
+    for params in (PARAMS["full"], PARAMS["sinks"]):
+        torch.testing.assert_close(Paged.of(step).attend(params), dense(step, params), rtol=2e-5, atol=2e-6)
+    check_fp8(make_step(*SPLIT, block_size=16, dtype=torch.float16))
+
+
+@pytest.mark.usefixtures("short_pieces")
+def test_only_keys_of_several_pieces_and_few_new_tokens_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = make_step(*SPLIT, block_size=16)
+    split = Paged.of(step).attend(PARAMS["full"])
+    monkeypatch.setattr(attention, "LONGEST_SPLIT", 17)
+    changed = (Paged.of(step).attend(PARAMS["full"]) != split).flatten(1).any(1).nonzero().ravel().tolist()
+    assert changed
+    assert set(changed) <= set(range(1, 19))  # the 18 tokens of the second request
+
+
+@pytest.mark.usefixtures("short_pieces")
+def test_steps_launch_only_the_kernels_that_have_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = Launches(monkeypatch)
+    for new, lengths, params, names in (
+        ([1, 1], [300, 20], "full", ["split_keys", "merge_pieces"]),
+        ([1, 1], [100, 20], "full", ["split_keys"]),  # the block table has space for one piece
+        ([1, 1], [300, 20], "window of one", ["split_keys"]),
+        ([1, 1], [300, 20], "chunk of one", ["split_keys"]),
+        ([1, 1], [300, 20], "window", ["split_keys", "merge_pieces"]),  # 9 keys can be in two pieces
+        ([1, 2], [300, 20], "full", ["split_keys", "merge_pieces", "prefill_tiles"]),
+        ([1, 2], [100, 20], "full", ["split_keys", "prefill_tiles"]),
+    ):
+        paged = Paged.of(make_step(new, lengths, block_size=16))
+        torch.testing.assert_close(
+            paged.attend(PARAMS[params]), expected(paged.step, PARAMS[params]), rtol=2e-5, atol=2e-6
+        )
+        assert launches.names() == names
+        paged.attend(PARAMS[params], invariant=True)
+        assert launches.names() == ["prefill_tiles"]
+
+
+def test_pieces_are_long_if_there_are_many_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert attention.piece_of(256, 32, 8, decodes_only=True) == 256
+    assert attention.piece_of(256, 64, 8, decodes_only=True) == 2048
+    assert attention.piece_of(256, 256, 1, decodes_only=True) == 256
+    assert attention.piece_of(256, 128, 8, decodes_only=False) == 256
+    assert attention.piece_of(256, 256, 8, decodes_only=False) == 2048
+    launches = Launches(monkeypatch)
+    step = make_step([1, 1], [600, 20], block_size=16)
+    for requests, piece in ((2, 512), (256, 2048)):
+        output = Paged.of(step, requests=requests).attend(PARAMS["full"])
+        torch.testing.assert_close(output, expected(step, PARAMS["full"]), rtol=2e-5, atol=2e-6)
+        assert launches.seen[0][1]["PIECE"] == piece
+        assert launches.names() == ["split_keys", "merge_pieces"][: 1 + (piece == 512)]
+
+
 def test_half_precision_is_close() -> None:
     step = make_step(*MIXED, block_size=16, dtype=torch.float16)
     for params in (PARAMS["full"], PARAMS["sinks and window"]):
@@ -81,7 +191,11 @@ def test_half_precision_is_close() -> None:
 
 
 def test_numbers_of_an_fp8_cache_are_scaled() -> None:
-    step = make_step(*MIXED, block_size=16, dtype=torch.float16)
+    check_fp8(make_step(*MIXED, block_size=16, dtype=torch.float16))
+
+
+def check_fp8(step: Step) -> None:
+    """Compute attention over an fp8 cache, and compare with the reference."""
     key_scale, value_scale = 0.5, 2.0
     paged = Paged.of(step)
     paged.keys = (paged.keys / key_scale).to(torch.float8_e4m3fn)
@@ -143,15 +257,23 @@ MUTATIONS = {
     "chunk": ("position // ATTENTION_CHUNK * ATTENTION_CHUNK", "position - ATTENTION_CHUNK"),
     "shrinking": ("sums * shrink[:, None]", "sums"),
     "end of a decode": (
-        "visible = (positions >= first) & (positions < end)",
-        "visible = (positions >= first) & (positions <= end)",
+        "seen = (positions >= first) & (positions < end)",
+        "seen = (positions >= first) & (positions <= end)",
     ),
+    "sink of one piece": ("total = tl.where(alone, total + 1.0, total)", "total = total + 0.0"),
+    "row of a query": ("rows_upto - new, 0), 0)", "rows_upto, 0), 0)"),
+    "owner of a row": ("(upto <= row)", "(upto < row)"),
+    "end of a split span": ("last = tl.max(end_of_row, 0)", "last += 0"),
+    "first piece": ("first_key(position, WINDOW, ATTENTION_CHUNK) // 128 * 128", "position // 128 * 128"),
     "sink of a decode": (
         "largest = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634\n            total += 1.0",
         "largest = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634\n            total += 0.0",
     ),
-    "merge of the first piece": ("(pieces >= first) & ", "(pieces > first) & "),
-    "request of a decode": ("tl.load(query_start_loc + request).to(tl.int64)", "request.to(tl.int64)"),
+    "merge of the first piece": ("written = places < pieces", "written = (places > 0) & (places < pieces)"),
+    "request of a decode": (
+        "token = tl.load(query_start_loc + request)\n        piece",
+        "token = request\n        piece",
+    ),
     "causality": ("end_of_row = at + 1", "end_of_row = at + 2"),
     "end of a span": ("end = tl.max(end_of_row, 0)", "end += 0"),
     "token of a span": ("key_ends + begin + queries", "key_ends + queries"),
@@ -169,7 +291,7 @@ def mutate(folder: Path, old: str, new: str, patch: pytest.MonkeyPatch) -> None:
     (folder / f"{name}.py").write_text(source.replace(old, new))
     patch.syspath_prepend(folder)
     module = importlib.import_module(name)
-    for kernel in ("decode_pieces", "merge_pieces", "prefill_tiles"):
+    for kernel in ("split_keys", "merge_pieces", "prefill_tiles"):
         patch.setattr(attention, kernel, getattr(module, kernel))
     patch.delitem(sys.modules, name)
 
@@ -183,6 +305,7 @@ def is_wrong(step: Step, params: AttentionParams) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("short_pieces")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("mutation", MUTATIONS.values(), ids=MUTATIONS)
 def test_a_broken_kernel_is_caught(mutation: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,6 +314,9 @@ def test_a_broken_kernel_is_caught(mutation: tuple[str, str], tmp_path: Path, mo
         (make_step([1, 1, 3], [40, 18, 30], block_size=16), PARAMS["window"]),
         (make_step([3, 1], [30, 17], block_size=16), PARAMS["chunk"]),
         (spanned(make_step([3, 80], [30, 90], block_size=16), 1, longest=70), PARAMS["full"]),
+        (make_step([1, 1], [150, 18], block_size=16), PARAMS["sinks"]),
+        (make_step([9, 1, 2], [200, 150, 20], block_size=16), PARAMS["window"]),
+        (spanned(make_step([3, 40], [30, 300], block_size=16), 1, longest=30), PARAMS["full"]),
     ]
     mutate(tmp_path, *mutation, monkeypatch)
     assert any(is_wrong(*step) for step in steps)

@@ -50,7 +50,8 @@ def attended(step: Step, tokens: int = 0, requests: int = 0, *, invariant: bool 
     latent = step.cache.values.shape[1]
     out = query.new_full((*query.shape[:2], latent), torch.nan)
     pieces = latent_attention.latent_pieces(query.shape[1])
-    scratch = latent_attention.Scratch.allocate(len(paged.group.seq_lens), pieces, *out.shape[1:], CPU)
+    capacity = max(len(query), len(paged.group.seq_lens))
+    scratch = latent_attention.Scratch.allocate(capacity, pieces, *out.shape[1:], CPU)
     for tensor in (scratch.sums, scratch.largest, scratch.total):
         tensor.fill_(torch.nan)
     latent_attention.attend_latent(query, paged.keys, paged.group, SCALING, out, scratch, invariant=invariant)
@@ -91,6 +92,37 @@ def test_a_decode_in_pieces_of_several_lengths(monkeypatch: pytest.MonkeyPatch) 
     check(make_latent_step([1, 1, 1], [90, 33, 4]))
     monkeypatch.setattr(latent_attention, "_PIECES", 8)  # with 4 heads, there are 2 pieces of 64 keys each
     check(make_latent_step([1], [90]))
+
+
+@pytest.mark.usefixtures("short_pieces")
+def test_keys_of_a_few_new_tokens_are_split_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = make_latent_step([1, 9, 3, 2], [90, 70, 3, 65])
+    check(step, requests=6, tokens=30)
+    split = attended(step)
+    monkeypatch.setattr(latent_attention, "LONGEST_SPLIT", 4)
+    whole = attended(step)
+    changed = (split != whole).flatten(1).any(1).nonzero().ravel().tolist()
+    assert changed
+    assert set(changed) <= set(range(1, 10))  # only the second request is no longer split
+
+
+def test_a_step_of_decodes_launches_no_kernel_for_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = []
+    kernel = latent_attention.latent_attention
+
+    class Recorded:
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *args, **options: (launched.append(options["SPLITS"]), kernel[grid](*args, **options))
+
+    monkeypatch.setattr(latent_attention, "latent_attention", Recorded())
+    for new, how, expected_launches in (
+        ([1, 1], {}, [True]),
+        ([1, 2], {}, [True, False]),
+        ([1, 1], {"invariant": True}, [False]),
+    ):
+        launched.clear()
+        check(make_latent_step(new, [18, 9]), **how)
+        assert launched == expected_launches
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
