@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 
 from penstock_common.types.sampling import SamplingParams, StructuredOutput
 from penstock_enginecore.core.engine_core import EngineCore
+from penstock_enginecore.core.kv_cache.spec import DRAFT_PREFIX
 from penstock_enginecore.executor.generation.step_sampling import StepSampling
 from penstock_enginecore.forward.cuda.sampler import DeviceLauncher
 from tests.fakes.engines.in_process import Run, build_engine, generate
@@ -181,6 +182,24 @@ def test_no_step_waits_for_a_capture_while_the_engine_serves(path: Path, monkeyp
     assert (after.captures, after.launched) == (before.captures, before.launched)
     assert after.replays > before.replays + 5
     assert found == generate(build_engine(path, kernels={"graphs": False}), requests).tokens
+
+
+def test_a_draft_model_with_windows_of_its_own_does_not_disturb_captures(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offer_fused(monkeypatch)
+    choose_on_device(monkeypatch, LastMoment)
+    save_tiny_model("mistral", tmp_path, sliding_window=5)
+    engine = build_engine(
+        path,
+        kernels={"capture_at_start": True, "graph_sizes": (1,)},
+        speculative={"method": "draft_model", "model": str(tmp_path), "adaptive": False},
+    )
+    groups = engine.scheduler.kv_cache.groups
+    assert any(all(name.startswith(DRAFT_PREFIX) for name in group.layer_names) for group in groups)
+    assert engine.executor.worker_stats()[0].graphs.captured == 1
+    requests = plain_requests()[:1]
+    assert generate(engine, requests).tokens == generate(build_engine(path), requests).tokens
 
 
 def test_dummy_steps_and_recovery_keep_the_graphs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

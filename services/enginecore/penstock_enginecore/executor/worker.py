@@ -47,6 +47,7 @@ from penstock_enginecore.parallel.collectives import (
 from penstock_enginecore.parallel.meeting import Meeting
 from penstock_enginecore.parallel.socket_transport import SocketTransport
 from penstock_enginecore.parallel.stage_links import GlooTransport, StageLinks, StageTransport
+from penstock_enginecore.speculation.base import num_model_groups
 from penstock_enginecore.states.memory import slot_memory, slot_order
 from penstock_enginecore.worker.device_thread import use_device
 from penstock_enginecore.worker.messages import WorkerConfig
@@ -172,7 +173,7 @@ class Worker:
         self.runner.initialize_kv_cache(config)
         capture, shapes = self.runner.graph_capture, self._captured_shapes()
         if capture is not None and shapes:
-            capture.run(shapes, len(config.groups), config.block_size, self._free_bytes)
+            capture.run(shapes, num_model_groups(config), config.block_size, self._free_bytes)
         if (kernels := self._kernels) is not None:
             logger.info("loaded Triton kernels found_in_cache=%d compiled=%d", kernels.found, kernels.compiled)
 

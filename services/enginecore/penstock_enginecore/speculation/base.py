@@ -139,6 +139,14 @@ def model_layers(config: KVCacheConfig) -> KVCacheConfig:
     return _with(config, lambda name: None if name.startswith(DRAFT_PREFIX) else name)
 
 
+def num_model_groups(config: KVCacheConfig) -> int:
+    """Return the number of KV cache groups up to the last group with layers of the model. The groups behind it have
+    only layers of the drafter.
+    """
+    groups = model_layers(config).groups
+    return max((number for number, group in enumerate(groups, 1) if group.layer_names), default=0)
+
+
 def draft_layers(config: KVCacheConfig) -> KVCacheConfig:
     """Return the KV cache groups with only the drafter's layers, whose names have no prefix in the result. A group may
     be empty.

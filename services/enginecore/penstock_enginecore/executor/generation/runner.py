@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from penstock_enginecore.attention.base import IntArray
-from penstock_enginecore.attention.kv_cache import LayerCaches, num_groups
+from penstock_enginecore.attention.kv_cache import LayerCaches
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, GrammarBitmask, ModelRunnerOutput, SchedulerOutput
@@ -51,7 +51,7 @@ from penstock_enginecore.models.loader import LoadedModel
 from penstock_enginecore.parallel.stage_links import StageLinks
 from penstock_enginecore.parallel.stage_plan import own_groups
 from penstock_enginecore.sample.base import DrawSettings, PlainDraws, SamplingInputs
-from penstock_enginecore.speculation.base import Drafter, model_layers
+from penstock_enginecore.speculation.base import Drafter, model_layers, num_model_groups
 from penstock_enginecore.states.base import StateMetadata
 from penstock_enginecore.states.memory import StateLayers, num_bytes
 from penstock_enginecore.worker.device_thread import Arrival, BeginCopy, Late, begin_copy
@@ -161,7 +161,7 @@ class GenerationRunner:
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
         self._caches = self._forward.memory.allocate(model_layers(config))
-        self._num_groups = num_groups(self._caches)
+        self._num_groups = num_model_groups(config)
         self._forward.bind(self._caches)
         self._bind_states({} if config.states is None or self._states is None else self._states.allocate(config.states))
         if self._drafting is not None:
