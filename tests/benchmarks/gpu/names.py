@@ -118,6 +118,51 @@ def products(shape: ModelShape) -> dict[str, dict[str, tuple[int, int]]]:
     }
 
 
+PLAIN = "16 bits"
+FORMATS = (PLAIN, "fp8", "fp8 by 128", "int4")
+"""Formats of weights whose products are measured: 16-bit floats, fp8 with scales by row or by 128 columns, and 4-bit
+integers in groups of 128.
+"""
+
+
+@dataclass(frozen=True)
+class ProductCase:
+    """A product of a layer with weights in one of ``FORMATS``."""
+
+    product: str
+    weights: str
+    rows: int
+
+    @property
+    def name(self) -> str:
+        """Return the name of the row."""
+        return f"{self.product}, {self.weights}, {self.rows} rows"
+
+
+def product_shapes(shape: ModelShape) -> dict[str, tuple[int, int]]:
+    """Return the rows and columns of each product of a layer, whose matrices with the same input are joined."""
+    return {
+        name: (sum(rows for rows, _ in layers.values()), next(iter(layers.values()))[1])
+        for name, layers in products(shape).items()
+    }
+
+
+def product_cases(plan: Plan) -> list[ProductCase]:
+    """Return the measured products of a plan."""
+    every = itertools.product(plan.product_rows, FORMATS, products(plan.shape))
+    return [ProductCase(product, weights, rows) for rows, weights, product in every]
+
+
+def tuned(bits: int, rows: int) -> str:
+    """Return the name of a search for tile sizes."""
+    return f"{bits} bits, {rows} rows"
+
+
+def tiles(block_n: int, warps: int, stages: int) -> str:
+    """Return the name of a tile size."""
+    return f"block_n {block_n}, warps {warps}, stages {stages}"
+
+
 def step_cases(plan: Plan) -> list[StepCase]:
     """Return the steps with adapters of a plan."""
     every = itertools.product(plan.adapted, plan.ranks, plan.adapters)

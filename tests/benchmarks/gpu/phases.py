@@ -13,10 +13,12 @@ PHASES = [
     Phase("compile", "tests.benchmarks.gpu.compiling:stages", seconds=45, step=1, isolated=True, host=True),
     Phase("kernels", "tests.benchmarks.gpu.kernels:stages", seconds=30, worth=6),
     Phase("sampling", "tests.benchmarks.gpu.sampling:stages", seconds=15, worth=5),
+    Phase("products", "tests.benchmarks.gpu.products:stages", seconds=60, worth=10),
     Phase("passes", "tests.benchmarks.gpu.passes:stages", seconds=90, worth=20),
     Phase("lora", "tests.benchmarks.gpu.lora:stages", seconds=70, worth=7),
     Phase("engine", "tests.benchmarks.gpu.engine:stages", seconds=120, worth=10),
     Phase("invariant", "tests.benchmarks.gpu.invariant:stages", seconds=80, worth=6),
     Phase("checkpoint", "tests.benchmarks.gpu.checkpoint:stages", seconds=60, worth=8),
+    Phase("tiles", "tests.benchmarks.gpu.products:tuning", seconds=240, worth=4),
     Phase("peers", "tests.benchmarks.gpu.peers:stages", seconds=60, worth=3),
 ]

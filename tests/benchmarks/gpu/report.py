@@ -50,6 +50,8 @@ def lines(plan: Plan, results: Results) -> Iterator[str]:
     yield from table.prefill()
     yield from table.verify()
     yield from table.launched()
+    yield from table.products()
+    yield from table.tiles()
     yield from table.sampling()
     yield from table.attention()
     yield from table.invariant()
@@ -126,6 +128,36 @@ class Tables:
                 (row.streams, row.context, _ms(found), _share(self._step_floor(row), found), _times(found, usual))
             )
         yield from _table("without graphs, streams | context | ms | of the floor | beside graphs", rows)
+
+    def products(self) -> Iterator[str]:
+        """Yield the table of a layer's products: time, share of the floor, and time beside 16-bit weights. The floor is
+        the time to read the weight or to multiply with it, whichever is longer.
+        """
+        rows: list[Line] = []
+        for case in names.product_cases(self._plan):
+            found = self._results.get("products", case.name)
+            plain = self._ms("products", names.ProductCase(case.product, names.PLAIN, case.rows).name)
+            ms, floor = (None, None) if found is None else (found["ms"], self._product_floor(case, found["bytes"]))
+            error = UNMEASURED if found is None else f"{found['error']:.1e}"
+            rows.append((case.product, case.weights, case.rows, _ms(ms), _share(floor, ms), _times(ms, plain), error))
+        yield from _table("product | weights | rows | ms | of the floor | beside 16 bits | error", rows)
+
+    def _product_floor(self, case: names.ProductCase, num_bytes: int) -> float | None:
+        if self._limits is None:
+            return None
+        out_features, in_features = names.product_shapes(self._plan.shape)[case.product]
+        products = 2 * case.rows * out_features * in_features / self._limits.product_rate
+        return max(num_bytes / self._limits.copy_rate, products) * 1e3
+
+    def tiles(self) -> Iterator[str]:
+        """Yield the fastest tile sizes of products, which belong into the device's file of tile sizes."""
+        rows: list[Line] = []
+        for bits in (8, 4):
+            for count in self._plan.tuned:
+                found = self._results.get("tiles", names.tuned(bits, count))
+                best = UNMEASURED if found is None else found["best"]
+                rows.append((bits, count, _ms(None if found is None else found["ms"]), best))
+        yield from _table("tile sizes, bits | rows | ms of a layer | fastest", rows)
 
     def sampling(self) -> Iterator[str]:
         """Yield the table of the sampler alone, and of decode steps with filters, compared with greedy steps."""

@@ -113,6 +113,10 @@ class Plan:
     verified: tuple[int, ...] = (1, 2, 5, 8, 12)
     sampled: tuple[int, ...] = (1, 64, 256)
     """Numbers of rows of logits for which the sampler is measured alone."""
+    product_rows: tuple[int, ...] = (1, 16, 64, 512, 2048)
+    """Numbers of rows for which the products of a layer are measured."""
+    tuned: tuple[int, ...] = (16, 64, 512)
+    """Numbers of rows for which tile sizes of products are searched."""
     adapted: tuple[DecodeRow, ...] = ()
     """Steps whose streams have adapters, for each number in ``adapters`` and each rank in ``ranks``."""
     adapters: tuple[int, ...] = (1, 8)
@@ -161,6 +165,8 @@ SMOKE = Plan(
     verify=(DecodeRow(1, 64), DecodeRow(2, 64)),
     verified=(1, 5),
     sampled=(4,),
+    product_rows=(2,),
+    tuned=(16,),
     adapted=(DecodeRow(4, 64),),
     adapters=(2,),
     ranks=(4,),
