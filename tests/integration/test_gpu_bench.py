@@ -35,7 +35,7 @@ def test_every_phase_runs_on_a_cpu(tmp_path: Path) -> None:
         line.split("|")[1].strip() for line in done.stdout.splitlines() if line.startswith("|") and "unmeasured" in line
     }
     # A CPU has no graphs. The first two rows measure steps without graphs, and steps with filters on the device.
-    assert missing == {"1", "4", "passes", "invariant", "lora", "engine", "vllm"}
+    assert missing == {"1", "4", "passes", "invariant", "lora", "mixtures", "engine", "vllm"}
     assert (tmp_path / "decode.png").stat().st_size > 0
     assert done.stdout.splitlines()[-1].startswith("OK: ")
 

@@ -9,7 +9,7 @@ from tests.device.records import Results
 
 IDLE = "idle"
 IN_PROCESS, OVER_GRPC = TARGETS = "in-process", "over gRPC"
-COMPUTING = ("passes", "invariant", "lora", "engine")
+COMPUTING = ("passes", "invariant", "lora", "mixtures", "engine")
 """Phases whose rows record the kernels that computed them."""
 PEER_STREAMS = 32
 """Number of streams for which the targets compare servers."""
@@ -55,6 +55,11 @@ def sampled(rows: int, case: str) -> str:
 def filtered(row: DecodeRow) -> str:
     """Return the name of a decode step with ``FILTERED``."""
     return f"{FILTERED} {row.streams} x {row.context}"
+
+
+def of_shape(shape: ModelShape, row: str) -> str:
+    """Return the name of a row that is measured with a shape other than the plan's."""
+    return f"{shape.name}: {row}"
 
 
 def idle_row(plan: Plan) -> DecodeRow:

@@ -50,6 +50,7 @@ def lines(plan: Plan, results: Results) -> Iterator[str]:
     yield from table.prefill()
     yield from table.verify()
     yield from table.launched()
+    yield from table.mixtures()
     yield from table.products()
     yield from table.tiles()
     yield from table.sampling()
@@ -128,6 +129,18 @@ class Tables:
                 (row.streams, row.context, _ms(found), _share(self._step_floor(row), found), _times(found, usual))
             )
         yield from _table("without graphs, streams | context | ms | of the floor | beside graphs", rows)
+
+    def mixtures(self) -> Iterator[str]:
+        """Yield the table of models with experts."""
+        rows: list[Line] = []
+        plan = self._plan
+        for shape in plan.mixtures:
+            floors = [(row.name, self._floor(Ceilings.decode_ms, shape, row)) for row in plan.mixed_decode]
+            floors.append((plan.mixed_prompt.name, self._floor(Ceilings.prefill_ms, shape, plan.mixed_prompt)))
+            for name, floor in floors:
+                ms = self._ms("mixtures", names.of_shape(shape, name))
+                rows.append((shape.name, name, _ms(floor), _ms(ms), _share(floor, ms)))
+        yield from _table("experts | step | floor ms | ms | of the floor", rows)
 
     def products(self) -> Iterator[str]:
         """Yield the table of a layer's products: time, share of the floor, and time beside 16-bit weights. The floor is

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock_enginecore.config.model import Dtype
@@ -39,6 +39,10 @@ class ModelShape:
         attention = self.hidden * self.head_size * (2 * self.heads + 2 * self.kv_heads)
         return self.layers * (attention + 3 * self.hidden * self.intermediate) + self.vocab * self.hidden
 
+    def read_weights(self, tokens: int) -> float:
+        """Return the number of weights that a step of this many tokens reads."""
+        return self.step_weights
+
     @property
     def kv_bytes_per_token(self) -> int:
         """Number of bytes of a token's keys and values, over all layers."""
@@ -49,7 +53,7 @@ class ModelShape:
         directory.mkdir(parents=True, exist_ok=True)
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copyfile(TOKENIZER / name, directory / name)
-        config = {
+        config: dict[str, object] = {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
             "num_hidden_layers": self.layers,
@@ -66,9 +70,48 @@ class ModelShape:
             "dtype": self.dtype,
             "bos_token_id": 1,
             "eos_token_id": 2,
+            **self._other_fields(),
         }
         (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
         return directory
+
+    def _other_fields(self) -> dict[str, object]:
+        """Return fields of config.json that replace or follow those of Llama."""
+        return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureShape(ModelShape):
+    """Shape of a decoder with Qwen 3 MoE's architecture. Each token uses ``top_k`` of ``experts``, which have
+    ``intermediate`` features.
+    """
+
+    experts: int
+    top_k: int
+
+    @property
+    def step_weights(self) -> int:
+        """Number of weights that every token uses: the layers with ``top_k`` experts, and the head."""
+        return self._weights(self.top_k)
+
+    def read_weights(self, tokens: int) -> float:
+        """Return the expected number of weights that a step reads, if each token's experts are random."""
+        return self._weights(self.experts * (1 - (1 - self.top_k / self.experts) ** tokens))
+
+    def _weights(self, experts: float) -> int:
+        attention = self.hidden * self.head_size * (2 * self.heads + 2 * self.kv_heads)
+        of_experts = experts * 3 * self.hidden * self.intermediate + self.experts * self.hidden
+        return int(self.layers * (attention + of_experts) + self.vocab * self.hidden)
+
+    def _other_fields(self) -> dict[str, object]:
+        return {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "num_experts": self.experts,
+            "num_experts_per_tok": self.top_k,
+            "moe_intermediate_size": self.intermediate,
+            "norm_topk_prob": True,
+        }
 
 
 @dataclass(frozen=True)
@@ -117,6 +160,10 @@ class Plan:
     """Numbers of rows for which the products of a layer are measured."""
     tuned: tuple[int, ...] = (16, 64, 512)
     """Numbers of rows for which tile sizes of products are searched."""
+    mixtures: tuple[MixtureShape, ...] = ()
+    """Shapes with experts, of which the steps ``mixed_decode`` and the prompt ``mixed_prompt`` are measured."""
+    mixed_decode: tuple[DecodeRow, ...] = (DecodeRow(1, 1024), DecodeRow(64, 1024))
+    mixed_prompt: Prefill = Prefill(2048)
     adapted: tuple[DecodeRow, ...] = ()
     """Steps whose streams have adapters, for each number in ``adapters`` and each rank in ``ranks``."""
     adapters: tuple[int, ...] = (1, 8)
@@ -126,6 +173,11 @@ class Plan:
 LLAMA_8B = ModelShape("8B", 32, 4096, 32, 8, 128, 14_336, 128_256, "bfloat16")
 LLAMA_1B = ModelShape("1B", 16, 2048, 32, 8, 64, 8192, 128_256, "bfloat16", tied=True)
 TINY = ModelShape("tiny", 2, 64, 4, 2, 16, 128, 512, "float32", max_len=512)
+
+QWEN3_30B_A3B = MixtureShape(
+    "Qwen3-30B-A3B, 8 layers", 8, 2048, 32, 4, 128, 768, 151_936, "bfloat16", experts=128, top_k=8
+)
+TINY_MIXTURE = MixtureShape("tiny mixture", 2, 64, 4, 2, 16, 32, 512, "float32", max_len=512, experts=8, top_k=2)
 
 FULL = Plan(
     LLAMA_8B,
@@ -143,6 +195,7 @@ FULL = Plan(
     output_len=128,
     input_len=1024,
     verify=(DecodeRow(1, 1024), DecodeRow(8, 1024), DecodeRow(1, 16_384)),
+    mixtures=(QWEN3_30B_A3B, replace(QWEN3_30B_A3B, dtype="float16", name="Qwen3-30B-A3B, 8 layers, float16")),
     adapted=(DecodeRow(1, 1024), DecodeRow(8, 1024), DecodeRow(64, 1024)),
 )
 SMALL = Plan(
@@ -165,6 +218,9 @@ SMOKE = Plan(
     verify=(DecodeRow(1, 64), DecodeRow(2, 64)),
     verified=(1, 5),
     sampled=(4,),
+    mixtures=(TINY_MIXTURE,),
+    mixed_decode=(DecodeRow(2, 64),),
+    mixed_prompt=Prefill(64),
     product_rows=(2,),
     tuned=(16,),
     adapted=(DecodeRow(4, 64),),
@@ -185,7 +241,7 @@ class Ceilings:
 
         The step reads all weights once, or multiplies them, and reads the keys and values of every sequence.
         """
-        weights = shape.step_weights * shape.number_bytes / self.copy_rate
+        weights = shape.read_weights(row.streams * tokens) * shape.number_bytes / self.copy_rate
         products = 2 * shape.step_weights * row.streams * tokens / self.product_rate
         return max(weights, products) * 1e3 + shape.layers * self.attention_ms(shape, row)
 
