@@ -76,8 +76,13 @@ class InProcessEngine:
 
     async def stream(self, prompt: list[int], output_len: int) -> AsyncIterator[int]:
         """Yield a greedy output of exactly ``output_len`` tokens."""
-        request_id = str(next(self._ids))
         params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
+        async for size in self.sampled(prompt, params):
+            yield size
+
+    async def sampled(self, prompt: list[int], params: SamplingParams) -> AsyncIterator[int]:
+        """Yield the size of each piece of an output with these sampling parameters."""
+        request_id = str(next(self._ids))
         self._busy_loop.add(
             "bench", EngineCoreRequest(request_id=request_id, prompt_token_ids=prompt, sampling_params=params)
         )

@@ -67,7 +67,7 @@ class Target:
 @contextlib.contextmanager
 def _opened(plan: Plan, device: torch.device, target: str) -> Iterator[Target]:
     with tempfile.TemporaryDirectory() as folder, asyncio.Runner() as runner:
-        config = _config(plan, plan.shape.write(Path(folder)), device)
+        config = config_of(plan, plan.shape.write(Path(folder)), device)
         stack = contextlib.AsyncExitStack()
         try:
             yield runner.run(
@@ -105,9 +105,12 @@ def _measure(plan: Plan, streams: int, target: Target) -> dict[str, Any]:
     return median
 
 
-def _config(plan: Plan, path: Path, device: torch.device) -> EngineCoreConfig:
-    """Return an engine configuration with a KV cache for the largest load."""
-    blocks = 1 + max(plan.engine_streams) * (-(-(plan.input_len + plan.output_len) // BLOCK_SIZE) + 1)
+def config_of(plan: Plan, path: Path, device: torch.device, *, longest: float = 1.0) -> EngineCoreConfig:
+    """Return an engine configuration with a KV cache for the largest load. ``longest`` is the length of the longest
+    prompt, as a multiple of the plan's ``input_len``.
+    """
+    length = int(longest * plan.input_len) + plan.output_len
+    blocks = 1 + max(plan.engine_streams) * (-(-length // BLOCK_SIZE) + 1)
     memory = blocks * BLOCK_SIZE * plan.shape.kv_bytes_per_token
     return EngineCoreConfig(
         model=ModelConfig(

@@ -57,6 +57,26 @@ def filtered(row: DecodeRow) -> str:
     return f"{FILTERED} {row.streams} x {row.context}"
 
 
+class Mix(NamedTuple):
+    """Requests of a load: the filters of all requests, and which have grammars or log-probabilities.
+
+    ``grammars`` is a number of streams from 1 on, or else a fraction of the requests. ``logprobs`` is a fraction.
+    """
+
+    filters: Filters = FILTERS["greedy"]
+    grammars: float = 0.0
+    logprobs: float = 0.0
+
+
+MIXED = {
+    "greedy": Mix(),
+    "one grammar": Mix(grammars=1),
+    "filters": Mix(FILTERS[FILTERED]),
+    "all kinds": Mix(FILTERS[FILTERED], grammars=0.1, logprobs=0.1),
+}
+"""Measured loads of different requests, by name."""
+
+
 def of_shape(shape: ModelShape, row: str) -> str:
     """Return the name of a row that is measured with a shape other than the plan's."""
     return f"{shape.name}: {row}"

@@ -18,6 +18,7 @@ PHASES = [
     Phase("lora", "tests.benchmarks.gpu.lora:stages", seconds=70, worth=7),
     Phase("engine", "tests.benchmarks.gpu.engine:stages", seconds=120, worth=10),
     Phase("mixtures", "tests.benchmarks.gpu.mixtures:stages", seconds=60, worth=9),
+    Phase("mixed", "tests.benchmarks.gpu.mixed:stages", seconds=90, worth=12),
     Phase("invariant", "tests.benchmarks.gpu.invariant:stages", seconds=80, worth=6),
     Phase("checkpoint", "tests.benchmarks.gpu.checkpoint:stages", seconds=60, worth=8),
     Phase("tiles", "tests.benchmarks.gpu.products:tuning", seconds=240, worth=4),

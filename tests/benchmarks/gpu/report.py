@@ -59,6 +59,7 @@ def lines(plan: Plan, results: Results) -> Iterator[str]:
     yield from table.adapted()
     yield from table.updates()
     yield from table.served()
+    yield from table.mixed()
     yield ""
     yield _start(results)
     yield f"Device idle while decoding: {_idle(results)}."
@@ -262,6 +263,20 @@ class Tables:
             rate = UNMEASURED if found is None else f"{found['tokens_per_s']:.0f}"
             rows.append((name, streams, rate, _ms(ms), _share(floor, ms)))
         yield from _table("load | streams | tokens/s | ms a token | of the floor", rows)
+
+    def mixed(self) -> Iterator[str]:
+        """Yield the table of loads with different requests. Times between tokens are those of requests without grammar."""
+        rows: list[Line] = []
+        greedy = self._results.get("mixed", "greedy")
+        for load in names.MIXED:
+            found = self._results.get("mixed", load)
+            if found is None:
+                rows.append((load, *[UNMEASURED] * 6))
+                continue
+            beside = _times(found["itl_ms"], None if greedy is None else greedy["itl_ms"])
+            ends = _ms(found["itl_ms"]), _ms(found["itl_p99_ms"]), _ms(found["ttft_ms"])
+            rows.append((load, f"{found['tokens_per_s']:.0f}", *ends, beside, found["captured_while_serving"]))
+        yield from _table("mixed load | tokens/s | ms a token | p99 | first token | beside greedy | captures", rows)
 
     def _floor(self, floor: Callable[..., float], *of: object) -> float | None:
         """Return a function that calls a method of ``Ceilings`` with ``of``."""
