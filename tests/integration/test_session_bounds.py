@@ -88,8 +88,8 @@ async def test_chunks_that_no_request_refers_to_are_bounded_over_all_sessions(
     assert pool.num_bytes > LIMITS.max_tensor_bytes // 2
     for each in strangers:
         each.call.cancel()
-    await asyncio.to_thread(wait_until, lambda: not len(server.io.sessions))
-    assert pool.num_bytes == 0
+    # The engine's thread removes a session before it drops the session's chunks.
+    await asyncio.to_thread(wait_until, lambda: not len(server.io.sessions) and not pool.num_bytes)
 
 
 async def test_more_sessions_than_the_limit_are_refused_and_one_that_ends_makes_room(
