@@ -14,7 +14,7 @@ from tests.compiled.kernel import Kernel
 
 HEADS, KV_HEADS, BLOCK_SIZE, REQUESTS = 32, 8, 16, 256
 NUMBERS = {1: "*fp8e4nv", 2: "*bf16", 4: "*fp32"}
-SIZES = {64: (64,), 128: (80, 96, 128), 256: (256,)}
+SIZES = {64: (64,), 128: (80, 96, 128), 256: (256,), 512: (512,)}
 """Head sizes by the padded size whose configuration they use."""
 ALIGNED = frozenset(
     [
@@ -59,7 +59,7 @@ def kernels(bytes_per_number: tuple[int, ...] = (1, 2)) -> Iterator[Kernel]:
             yield from (
                 _prefill(prefill, size, spans=spans) for size in SIZES[prefill.head_size] for spans in (False, True)
             )
-    for size in (64, 128, 256):
+    for size in (64, 128, 256, 512):
         yield from (_merge(size, longest=longest) for longest in (1, LONGEST_SPLIT))
 
 
@@ -117,9 +117,10 @@ def _prefill(tiles: Prefill, size: int, *, spans: bool) -> Kernel:
     decode = next(one for one in load_tuned().decode if (one.head_size, one.bytes) == (tiles.head_size, tiles.bytes))
     own = {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, **_pieces(decode, LONGEST_SPLIT)}
     arguments = {**_arguments(tiles.bytes), "key_ends": "*i32" if spans else None}
+    needed = ("wgmma.mma_async",) if tiles.block_m >= 64 else ()
     return Kernel(
         f"prefill{' with spans' * spans}, {size}, {_cache(tiles.bytes)}", prefill_tiles, arguments, {**_constants(size), **own},
-        ALIGNED, tiles.warps, tiles.stages, ("wgmma.mma_async",),
+        ALIGNED, tiles.warps, tiles.stages, needed,
     )  # fmt: skip
 
 

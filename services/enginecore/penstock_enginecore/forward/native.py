@@ -273,7 +273,7 @@ class NativeForward(KernelDecoder):
         if reason:
             raise UnsuitableError(reason)
         embedding = EmbeddingLookup(module.get_input_embeddings())
-        super().__init__(library, module, plan, probed.specs, embedding, probed.model.max_len, run, part)
+        super().__init__(library, module, plan, probed.specs, embedding, probed.model.max_len, run, part, adapts=adapts)
         self._layer_lookup = LayerLookup(plan.layer_inputs)
         self._part, self._seams = part, seams
         self.states = StateMemory(

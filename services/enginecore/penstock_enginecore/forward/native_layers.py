@@ -119,16 +119,19 @@ class DecoderLayers:
     ``struct`` points into the packed weights. The modules keep the weights of projections until ``free`` is called. The
     constructor packs each mixture of experts and immediately frees the original weights, because both copies would not
     fit into memory. ``outside`` has, by layer index, the MLP modules that the kernels do not compute inside the decoder.
-    These modules have parts that the kernels do not support, or their experts are distributed among ranks.
+    These modules have parts that the kernels do not support, or linear layers that LoRA adapters may update, or their
+    experts are distributed among ranks.
 
     Hidden states in the kernels are the model's hidden states divided by ``unit``, the model's factor for residual
     additions. So the kernels can add without this factor. Norms of hidden states give the same result with a smaller
     epsilon.
     """
 
-    def __init__(self, library: NativeLibrary, plan: ModelPlan, part: Part | None) -> None:
+    def __init__(self, library: NativeLibrary, plan: ModelPlan, part: Part | None, *, adapts: bool = False) -> None:
+        """Pack the layers. ``adapts`` is whether LoRA adapters are enabled."""
         self._library = library
         self._plan = plan
+        self._adapts = adapts
         self._keep: list[object] = []
         self._packed: list[PackedWeight] = []
         self._mixture_bytes = 0
@@ -325,7 +328,8 @@ class DecoderLayers:
     def _mixture(self, index: int, layer: LayerPlan) -> Mixture:
         mlp: Any = layer.mlp_module
         plan = layer.mlp if isinstance(layer.mlp, ExpertsPlan) else None
-        if plan is None or not PackedMixture.takes(self._library, plan, mlp):
+        adapted = self._adapts and any(isinstance(module, torch.nn.Linear) for module in mlp.modules())
+        if plan is None or adapted or not PackedMixture.takes(self._library, plan, mlp):
             self._mixture_bytes += PackedLayers(mlp, self._library).num_bytes
             self.outside[index] = mlp
             return Mixture()
@@ -423,6 +427,7 @@ class KernelDecoder:
         run: Function that runs a forward pass over a probe and returns the result.
         part: This rank's shard of the model, if the model is split among tensor-parallel ranks.
         fusion: Function that returns the struct for the computation before the layers of an EAGLE head.
+        adapts: Whether LoRA adapters are enabled.
     """
 
     device = torch.device("cpu")
@@ -438,6 +443,8 @@ class KernelDecoder:
         run: Callable[[Any], torch.Tensor],
         part: Part | None = None,
         fusion: Callable[[DecoderLayers], Fusion] | None = None,
+        *,
+        adapts: bool = False,
     ) -> None:
         if reason := unsuitable(library, plan, specs):
             raise UnsuitableError(reason)
@@ -451,7 +458,7 @@ class KernelDecoder:
         self._module: Any = module
         self._probe = run
         self._plan = plan
-        self._layers = DecoderLayers(library, plan, part)
+        self._layers = DecoderLayers(library, plan, part, adapts=adapts)
         self._model = self._layers.struct
         if fusion is not None:
             self._model.fusion = fusion(self._layers)

@@ -14,6 +14,7 @@ from penstock_enginecore.forward.build import ForwardConfig, build_forward
 from penstock_enginecore.forward.modules import ModulesForward, probe_model
 from penstock_enginecore.forward.native import NativeForward
 from penstock_enginecore.lora.adapter import AdaptedForward, LoraAdapter
+from penstock_enginecore.lora.device_slots import SlotLimits
 from penstock_enginecore.models.loader import LoadedModel, load_model
 from penstock_enginecore.native.weights import round_to_int8
 from tests.emulation.build import pretend
@@ -28,6 +29,7 @@ from tests.fakes.models.adapted_steps import (
     step_logits,
 )
 from tests.fakes.models.tiny_models import save_narrow_model, save_tiny_model
+from tests.integration.test_lora_parity import SHALLOW
 from tests.integration.test_native_parity import DECODERS, HELIUM, LATENT_DECODERS
 
 CPU = torch.device("cpu")
@@ -45,7 +47,8 @@ def load(path: Path) -> LoadedModel:
 
 
 def native(path: Path, isa: Any = "auto", *, threads: int = 3, rounded: bool = False) -> NativeForward:
-    config = ForwardConfig(CPU, "auto", KernelsConfig(isa=isa), threads, BLOCK_SIZE, rounded=rounded)
+    lora = SlotLimits(max_loras=8, max_rank=64)
+    config = ForwardConfig(CPU, "auto", KernelsConfig(isa=isa), threads, BLOCK_SIZE, rounded=rounded, lora=lora)
     forward = build_forward(load(path), config).forward
     assert isinstance(forward, NativeForward)
     return forward
@@ -85,7 +88,7 @@ def mixed(path: Path) -> tuple[list[LoraAdapter], list[Prompt], int]:
 
 @pytest.mark.parametrize("architecture", [name for name in DECODERS if name not in LATENT_DECODERS])
 def test_logits_of_every_family_are_those_of_the_modules(architecture: str, tmp_path: Path) -> None:
-    changes = HELIUM.get(architecture, {})
+    changes = HELIUM.get(architecture, {}) | SHALLOW.get(architecture, {})
     save_tiny_model(architecture, tmp_path, hidden_size=64, initializer_range=0.2, **changes)
     adapters, prompts, _ = mixed(tmp_path)
     forward = native(tmp_path)

@@ -111,10 +111,10 @@ def test_queries_without_spans_keep_their_bits_beside_those_that_have_some() -> 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("heads", [(2, 2), (7, 1), (36, 2)], ids=str)
-@pytest.mark.parametrize("sizes", [(16, 16), (24, 16), (48, 32)], ids=str)
+@pytest.mark.parametrize("sizes", [(16, 16), (24, 16), (48, 32), (512, 512)], ids=str)
 def test_heads_and_their_sizes_need_not_be_powers_of_two(heads: tuple[int, int], sizes: tuple[int, int]) -> None:
     step = make_step([1, 9], [20, 30], block_size=16, heads=heads, head_size=sizes[0], head_size_v=sizes[1])
-    params = AttentionParams(scaling=0.2)
+    params = AttentionParams(scaling=0.8 / sizes[0] ** 0.5)
     torch.testing.assert_close(Paged.of(step).attend(params), expected(step, params), rtol=2e-5, atol=2e-6)
 
 
@@ -366,6 +366,6 @@ def test_shapes_that_the_kernels_do_not_take_are_refused(change: str, message: s
 
 
 def test_heads_larger_than_any_tile_are_refused() -> None:
-    step = make_step([1], [3], block_size=16, head_size=260, head_size_v=16)
-    with pytest.raises(ValueError, match="no attention tiles for heads of 512 elements of 4 bytes"):
+    step = make_step([1], [3], block_size=16, head_size=516, head_size_v=16)
+    with pytest.raises(ValueError, match="no attention tiles for heads of 1024 elements of 4 bytes"):
         Paged.of(step).attend(PARAMS["full"])

@@ -20,7 +20,7 @@ ENDS = torch.tensor([2], dtype=torch.int32)
 
 
 def float8(*shape: int) -> Float8Weight:
-    return Float8Weight(torch.zeros(*shape, 8, 16).to(torch.float8_e4m3fn), torch.ones(*shape, 1, 8), 16)
+    return Float8Weight(torch.zeros(*shape, 8, 16, dtype=torch.int16), torch.ones(*shape, 1, 8), 32, 16)
 
 
 def attend() -> None:
@@ -38,11 +38,11 @@ LAUNCHES: dict[str, tuple[object, Callable[[], None]]] = {
     ),
     "quantized product": (
         quantized,
-        lambda: quantized.quantized_product(torch.zeros(2, 16), float8(), None, 1.0, torch.empty(2, 8)),
+        lambda: quantized.quantized_product(torch.zeros(2, 32), float8(), None, 1.0, torch.empty(2, 8)),
     ),
     "quantized experts": (
         quantized,
-        lambda: quantized.quantized_grouped_product(torch.zeros(2, 16), float8(1), None, ENDS, torch.empty(2, 8)),
+        lambda: quantized.quantized_grouped_product(torch.zeros(2, 32), float8(1), None, ENDS, torch.empty(2, 8)),
     ),
     "attention": (attention, attend),
 }
