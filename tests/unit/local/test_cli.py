@@ -119,7 +119,7 @@ def test_a_flag_that_is_not_there_gets_what_may_have_been_meant(
         (["serve", "m", "--device", "gpu"], "--device: 'gpu' is not known; known: auto, cpu, cuda; GPUs are cuda here"),
         (
             ["serve", "m", "--quantization", "awq"],
-            "known: auto, int8; a quantized checkpoint is recognized by its files",
+            "known: auto, int8, fp8; a quantized checkpoint is recognized by its files",
         ),
         (
             ["serve", "m", "--kv-transfer", "rdma"],
