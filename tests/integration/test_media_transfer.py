@@ -129,6 +129,10 @@ def test_another_image_at_the_same_place_takes_no_blocks_of_it(case: Case, ends:
     assert encoded(target.core) == feature.num_embeds
 
 
+MOST_TURNS = 10
+"""Maximum number of turns in which blocks come back from host or disk twice."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("disk", [False, True], ids=["host", "disk"])
 def test_media_come_back_from_the_host_and_the_disk(case: Case, disk: bool, tmp_path: Path) -> None:
@@ -143,8 +147,10 @@ def test_media_come_back_from_the_host_and_the_disk(case: Case, disk: bool, tmp_
     if disk:
         cache |= {"host_memory": 64 << 10, "disk": str(tmp_path), "disk_size": 16 << 20}
     engine = build_engine(case.path, cache=cache, scheduler={"watermark": 0.0})
+    came_back = 0
     try:
-        for turn in range(3):
+        # The small host memory drops blocks that a slow disk has not written yet, so some turns may find no blocks.
+        for turn in range(MOST_TURNS):
             before, hits = encoded(engine), engine.scheduler.kv_cache.external_stats.hits
             for name in case.prompts:
                 assert answer(engine, [case.request(name)]).tokens[name] == case.expected[name]
@@ -152,11 +158,14 @@ def test_media_come_back_from_the_host_and_the_disk(case: Case, disk: bool, tmp_
                 answer(engine, [filler(2 * turn + (name == "last"), longest - COUNT)])
                 settle(engine)
             engine.scheduler.reset_encoder_cache()
-            if turn:
-                assert engine.scheduler.kv_cache.external_stats.hits > hits
+            if engine.scheduler.kv_cache.external_stats.hits > hits:
+                came_back += 1
                 assert encoded(engine) - before < sum(map(num_embeds, case.prompts.values()))
+            if came_back == 2:
+                break
     finally:
         engine.shutdown()
+    assert came_back == 2
 
 
 def filler(number: int, length: int) -> EngineCoreRequest:
