@@ -1,5 +1,6 @@
 """Models with recurrent layers on the GPU's kernels for states, in Triton's interpreter: transformers' greedy tokens."""
 
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from tests.fakes.engines.known_drafter import KINDS as DRAFT_KINDS
 from tests.fakes.engines.known_drafter import KnownDrafter
 from tests.fakes.engines.late_device import LastMoment, choose_on_device
 from tests.fakes.models.interpreted_kernels import interpreted
+from tests.fakes.models.quick_architectures import RECURRENT_KINDS
 from tests.fakes.models.recorded_launches import RecordedGraph, RecordedKernels
 from tests.fakes.models.recorded_states import RecordedStates
 from tests.fakes.models.tiny_models import RECURRENT_ARCHITECTURES, VOCAB_SIZE, WITHOUT_ATTENTION, save_tiny_model
@@ -27,7 +29,9 @@ from tests.fakes.models.transformers_greedy import distinct_greedy_tokens
 states = interpreted("triton_kernels", "penstock_enginecore.states.cuda")
 
 QUICK = ("granitemoehybrid", "lfm2", "qwen3_5")
-FAMILIES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in RECURRENT_ARCHITECTURES]
+ALL = RECURRENT_ARCHITECTURES if os.environ.get("PENSTOCK_RECURRENT") == "full" else RECURRENT_KINDS
+FAMILIES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in ALL]
+"""One model type of each kind of recurrent layer; ``PENSTOCK_RECURRENT=full`` adds the other types."""
 SMALL = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 """Two layers of Qwen3.5 instead of four, because the interpreter is slow."""
 PROMPT_LENGTHS = (2, 15, 34)
