@@ -75,8 +75,10 @@ class DefaultScheduler(Scheduler):
         for resource in self._resources:
             resource.begin_step(paused=paused)
         if not paused:
-            state.budget.begin_step(self._encoder, decoding=any(map(decodes, self._running)))
-            for running, waiting in self._turns(output, begin=begin):
+            suspects_first, encoder_waits = self._begin_trial_step()
+            decoding = any(map(decodes, self._running))
+            state.budget.begin_step(self._encoder, decoding=decoding, encoder_waits=encoder_waits)
+            for running, waiting in self._turns(output, suspects_first=suspects_first, begin=begin):
                 num_preemptions = self._preemption.num_preemptions
                 left_out = self._continue_running(running, output)
                 if self._preemption.num_preemptions == num_preemptions:
@@ -219,20 +221,37 @@ class DefaultScheduler(Scheduler):
         if unknown_to_workers:  # The workers have no state of the request, so no step must tell them to drop it.
             self._lifecycle.finished_keys.remove(request.key)
 
-    def _turns(self, output: SchedulerOutput, *, begin: bool) -> Iterator[tuple[list[Request], Iterator[Request]]]:
+    def _begin_trial_step(self) -> tuple[bool, bool]:
+        """Begin a step of ``StepTrial``, if it searches for the cause of a failed step. Return whether suspects are
+        scheduled before other requests, and whether the encoders wait. They wait in steps of suspects without media,
+        because ``step_failed`` blames no such suspect for a step that also encoded media.
+        """
+        trial, requests = self._state.trial, self._requests.by_key
+        if trial:
+            trial.settle(requests)
+        suspects_first = bool(trial) and trial.next_turn()
+        return suspects_first, suspects_first and not self._suspects_have_media()
+
+    def _suspects_have_media(self) -> bool:
+        requests = self._requests.by_key
+        return any(key in requests and requests[key].mm_features for key in self._state.trial.subset)
+
+    def _turns(
+        self, output: SchedulerOutput, *, suspects_first: bool, begin: bool
+    ) -> Iterator[tuple[list[Request], Iterator[Request]]]:
         """Yield pairs of running and waiting requests for the step, until one pair has tokens to compute.
 
         Normally there is one pair, which has all requests. While ``StepTrial`` searches for the cause of a failed step,
-        there are two pairs: the suspects, and all other requests. The pairs take turns in being first.
+        there are two pairs: the suspects, and all other requests. The pairs take turns in being first. If the step
+        encodes media for the other requests, suspects without media wait for the next step.
         """
-        trial = self._state.trial
-        if trial:
-            trial.settle(self._requests.by_key)
-        if not trial:
+        if not self._state.trial:
             yield self._running.requests.copy(), self._heads(output) if begin else iter(())
             return
-        suspects, suspects_turn = trial.subset, trial.next_turn()
-        for of_suspects in (suspects_turn, not suspects_turn):
+        suspects = self._state.trial.subset
+        for of_suspects in (suspects_first, not suspects_first):
+            if of_suspects and self._encoder is not None and self._encoder.computes and not self._suspects_have_media():
+                return
             running = [request for request in self._running if (request.key in suspects) is of_suspects]
             yield running, self._suspects(output) if of_suspects else self._others(output)
 

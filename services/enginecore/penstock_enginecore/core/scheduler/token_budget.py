@@ -84,13 +84,13 @@ class StepBudget:
                 f"it must be at least max_model_len, {max_model_len}"
             )
 
-    def begin_step(self, encoder: EncoderTurn | None, *, decoding: bool) -> None:
+    def begin_step(self, encoder: EncoderTurn | None, *, decoding: bool, encoder_waits: bool = False) -> None:
         """Begin a step. ``decoding`` says whether any running request decodes. ``encoder`` is None if the model has no
-        encoders.
+        encoders. If ``encoder_waits`` is true, the step encodes no media.
         """
         sharing = self._shares and decoding
         encoding = encoder is not None and encoder.begin_slice(
-            waits=sharing and (self._prompts_wait or not encoder.has_work)
+            waits=encoder_waits or (sharing and (self._prompts_wait or not encoder.has_work))
         )
         self._prompts_wait = False
         self._prompt_tokens = self.max_num_tokens

@@ -236,6 +236,11 @@ class EncoderWork(StepResource):
     def has_work(self) -> bool:
         return bool(self._queue)
 
+    @property
+    def computes(self) -> bool:
+        """Whether the step that is being scheduled encodes media."""
+        return self._queue.is_used
+
     def begin_slice(self, *, waits: bool) -> bool:
         """Begin a step of the encoders, and return whether the step encodes media. If ``waits`` is true, the step
         encodes no items, not even items that are added later in the step.

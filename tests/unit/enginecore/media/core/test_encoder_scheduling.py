@@ -391,6 +391,24 @@ def test_a_request_that_steps_with_its_media_fail_of_ends_alone():
     assert_as_expected(engine, transcript, *others)
 
 
+def test_a_text_request_is_blamed_although_steps_between_its_steps_encode_media():
+    """The failing step is the third one of the request, so other requests have turns before each retry reaches it."""
+    poison = make_request([1] * 30, request_id="poison")
+    others = [images(1, max_tokens=4), images(2, max_tokens=4), make_request(5, max_tokens=9)]
+    fails = {
+        "fails": lambda scheduled: any(scheduled.num_tokens_after.get(key, 0) > 20 for key in _poisoned(scheduled))
+    }
+    slow = msgspec.structs.replace(IMAGE, num_blocks=40)
+    engine = media_engine(media=(slow,), executor=fails, long_prefill_token_threshold=10, prefix_caching=False)
+    transcript = run_to_end(engine, poison, *others)
+    assert transcript.ends["poison"].error.reason == "STEP_FAILED"
+    assert_as_expected(engine, transcript, *others)
+
+
+def _poisoned(scheduled):
+    return [key for key in scheduled.num_scheduled_tokens if key.startswith("poison")]
+
+
 def test_a_running_request_takes_the_room_that_a_waiting_one_was_to_start_with():
     engine = media_engine(size=16, max_num_seqs=1, max_num_batched_tokens=16)
     waits = images(1, max_tokens=1)
