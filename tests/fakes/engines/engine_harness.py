@@ -29,10 +29,11 @@ from penstock_enginecore.core.request import Request
 from penstock_enginecore.core.scheduler.base import SchedulerContext
 from penstock_enginecore.core.scheduler.scheduler import DefaultScheduler
 from penstock_enginecore.kv_transfer.core.leases import LeasedBlocks
+from penstock_enginecore.kv_transfer.core.size_class import TierPlan
 from penstock_enginecore.lora.core.request import LoraRequest
 from penstock_enginecore.media.core.receiver_cache import MediaInputs
 from penstock_enginecore.step_dump import dump_step
-from tests.fakes.engines.fake_copier import BLOCK_BYTES
+from tests.fakes.engines.fake_copier import BLOCK_BYTES, NewsOfCopies
 from tests.fakes.engines.fake_executor import FakeExecutor, lora_seed, oracle_token
 from tests.fakes.engines.fake_grammars import FakeGrammars
 
@@ -265,6 +266,14 @@ def tokens_by_step(engine: EngineCore) -> list[list[int]]:
     """Return the numbers of tokens per request, in batch order, of each step so far."""
     executor: Any = engine.executor
     return [list(s.num_scheduled_tokens.values()) for s in executor.steps if s.num_scheduled_tokens]
+
+
+def begin_tiers(engine: EngineCore, blocks: TierPlan, states: TierPlan | None = None) -> None:
+    """Start the engine's connector with tiers of fake copiers."""
+    connector: Any = engine.connector
+    executor: Any = engine.executor
+    connector._news = NewsOfCopies(executor.copy_all)
+    connector.begin(blocks, states)
 
 
 def run_to_end(engine: EngineCore, *requests: EngineCoreRequest, transcript: Transcript | None = None) -> Transcript:

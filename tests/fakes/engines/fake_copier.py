@@ -1,5 +1,6 @@
 """Copier for blocks of the fake executor, whose content is known. Copies are made as late as allowed, or on request."""
 
+import queue
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -28,6 +29,28 @@ class AwaitedFuture(Future):
     def exception(self, timeout: float | None = None) -> Any:
         self._work()
         return super().exception(timeout)
+
+
+class NewsOfCopies:
+    """Queue of a connector's events. A fake copier has no thread, so a wait for the next event makes copies."""
+
+    def __init__(self, copy: Callable[[], bool]) -> None:
+        """Create the queue. ``copy`` makes all requested copies, and returns whether there was one."""
+        self._copy = copy
+        self._events: deque[Callable[[], None]] = deque()
+
+    def put(self, event: Callable[[], None]) -> None:
+        self._events.append(event)
+
+    def empty(self) -> bool:
+        return not self._events
+
+    def get(self, timeout: float | None = None) -> Callable[[], None]:
+        while not self._events:
+            if not self._copy():
+                assert timeout is not None, "the connector waits for an event, but no copy is in progress"
+                raise queue.Empty
+        return self._events.popleft()
 
 
 class FakeCopier:

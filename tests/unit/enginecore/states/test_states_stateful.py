@@ -17,6 +17,7 @@ from penstock_enginecore.states.core.spec import SPAN, StateNeeds
 from tests.fakes.engines.engine_harness import (
     CLIENT,
     assert_nothing_left,
+    begin_tiers,
     expected_output,
     make_request,
     run_to_end,
@@ -258,7 +259,8 @@ class TieredStatesMachine(StatesMachine):
         super().start(host_blocks=1000, **config)
         executor, has_blocks = self.engine.executor, bool(config["windows"])
         self.disks = [FakeDisk(disk_slots), FakeDisk(disk_slots)] if disk_slots else [None, None]
-        self.engine.connector.begin(
+        begin_tiers(
+            self.engine,
             TierPlan(executor.copier, host_blocks if has_blocks else 0, self.disks[0] if has_blocks else None),
             TierPlan(executor.state_copier(), host_slots, self.disks[1]),
         )

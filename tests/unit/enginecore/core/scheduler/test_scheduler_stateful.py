@@ -14,7 +14,13 @@ from penstock_common.types.sampling import RepetitionDetection, StructuredOutput
 from penstock_enginecore.config import LoraConfig, SpeculativeConfig
 from penstock_enginecore.kv_transfer.core.size_class import TierPlan
 from penstock_enginecore.lora.core.request import LoadedLora, PartlyLoadedError
-from tests.fakes.engines.engine_harness import assert_nothing_left, expected_output, make_request, run_to_end
+from tests.fakes.engines.engine_harness import (
+    assert_nothing_left,
+    begin_tiers,
+    expected_output,
+    make_request,
+    run_to_end,
+)
 from tests.fakes.engines.engine_lives import ENGINES, LIVES, REQUESTS, VOCAB, EngineLives
 from tests.fakes.engines.fake_disk import FakeDisk
 from tests.fakes.engines.fake_executor import oracle_token
@@ -106,7 +112,7 @@ class EngineMachine(EngineLives):
             **config,
         )
         if disk_slots and host_blocks and prefix_caching:
-            self.engine.connector.begin(TierPlan(self.engine.executor.copier, host_blocks, FakeDisk(disk_slots)))
+            begin_tiers(self.engine, TierPlan(self.engine.executor.copier, host_blocks, FakeDisk(disk_slots)))
         self.answers = []
 
     def prepared(self, executor):

@@ -23,6 +23,7 @@ from tests.fakes.engines.engine_harness import (
     add,
     assert_as_expected,
     assert_nothing_left,
+    begin_tiers,
     make_engine,
     make_request,
     run_to_end,
@@ -38,7 +39,7 @@ def engine_of(num_blocks: int = 20, host_blocks: int = 64, disk: FakeDisk | None
     executor = config.pop("executor", None)
     engine = make_engine(executor, num_blocks=num_blocks, host_blocks=host_blocks, **config)
     if disk is not None:
-        engine.connector.begin(TierPlan(engine.executor.copier, host_blocks, disk))
+        begin_tiers(engine, TierPlan(engine.executor.copier, host_blocks, disk))
     return engine
 
 
@@ -229,6 +230,21 @@ def test_blocks_evicted_from_the_host_are_loaded_from_the_disk():
     assert found[0] >= 36
     assert found[2] >= 32
     assert engine.connector.stats().num_loaded_blocks[KvMedium.DISK] >= 8
+    assert_nothing_left(engine)
+
+
+def test_a_reset_waits_for_a_load_from_the_disk():
+    engine, transcript = engine_of(host_blocks=12, disk=FakeDisk(100)), Transcript()
+    for number in range(5):
+        turn(engine, number)
+    request = make_request(prompt(0))
+    add(engine, request)
+    while not len(engine.scheduler._kv_loads):
+        step(engine, transcript)
+    assert EngineControl(engine).reset_prefix_cache()
+    assert not len(engine.scheduler._kv_loads)
+    run_to_end(engine, transcript=transcript)
+    assert_as_expected(engine, transcript, request)
     assert_nothing_left(engine)
 
 
