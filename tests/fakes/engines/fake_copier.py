@@ -117,6 +117,12 @@ class FakeCopier:
         for slot, value in zip(range(start, start + self._block_size), content, strict=True):
             self._kv[slot] = value
 
+    def _begin_writing(self, block_ids: Sequence[int]) -> None:
+        """Make the content of blocks wrong until the copy is made. A copy begins after the steps before it."""
+        self._run_steps()
+        for block_id in block_ids:
+            self._spoil(block_id)
+
     def _spoil(self, block_id: int) -> None:
         self._set(block_id, ("being written",) * self._block_size)
 
@@ -139,8 +145,7 @@ class FakeCopier:
         return self._ask("save", save, len(copies))
 
     def load(self, copies: Sequence[Copy]) -> "Future[list[int]]":
-        for block_id, _ in copies:
-            self._spoil(block_id)
+        self._begin_writing([copy.block_id for copy in copies])
 
         def load() -> list[int]:
             good = [copy for copy in copies if copy.slot not in self.damaged]
@@ -154,8 +159,7 @@ class FakeCopier:
         return self._ask("read", lambda: [repr(self._content(b)).encode() for b in block_ids], len(block_ids))
 
     def write(self, block_ids: Sequence[int], contents: Sequence[bytes]) -> "Future[None]":
-        for block_id in block_ids:
-            self._spoil(block_id)
+        self._begin_writing(block_ids)
 
         def write() -> None:
             for block_id, content in zip(block_ids, contents, strict=True):
