@@ -14,7 +14,7 @@ from tests.fakes.engines.in_process import build_engine
 from tests.fakes.models.adapters import load_adapter, save_adapter
 from tests.fakes.models.pooling_models import (
     DECODERS,
-    ENCODERS,
+    KINDS,
     VOCAB_SIZE,
     assert_close,
     pool,
@@ -30,8 +30,10 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"r": 16, "lora_alpha": 8, "use_rslora": True},
     {"r": 64, "lora_alpha": 96},
 )
-HEADS = r"(classifier|score|pre_classifier|head)(\..*)?"
-"""Pattern of classifier layers for which adapters are not supported. BERT's pooler does not match."""
+HEADS = r"(classifier|score|pre_classifier|head|dense|pooler\.dense)(\..*)?"
+"""Pattern of classifier layers for which adapters are not supported. Poolers inside of base models do not match."""
+DISTANCES = r".*\.(query_proj|key_proj)"
+"""Pattern of layers of DeBERTa for which adapters are not supported, because they compute distances."""
 Read = Callable[[Any], torch.Tensor]
 
 
@@ -46,7 +48,7 @@ class Adapted:
         self.loras: list[LoraAdapter | None] = [None]
         for seed, settings in enumerate(SETTINGS):
             path = folder / f"adapter-{seed}"
-            save_adapter(model, path, seed=seed, task_type=None, exclude_modules=HEADS, **settings)
+            save_adapter(model, path, seed=seed, task_type=None, exclude_modules=f"{HEADS}|{DISTANCES}", **settings)
             self.models.append(load_adapter(model, path))
             self.loras.append(LoraAdapter(f"adapter {seed}", str(path)))
         generator = torch.Generator().manual_seed(3)
@@ -96,25 +98,25 @@ def slow_but(quick: tuple[str, ...], names: tuple[str, ...]) -> list[Any]:
     return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
-@pytest.mark.parametrize("family", slow_but(QUICK, (*ENCODERS, *DECODERS)))
+@pytest.mark.parametrize("family", slow_but(QUICK, (*KINDS, *DECODERS)))
 def test_vectors(family: str, tmp_path: Path) -> None:
     adapted = Adapted(family, tmp_path)
     adapted.check(last_token if family in DECODERS else mean, EMBED, model={"task": "embed"})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [*ENCODERS, *DECODERS])
+@pytest.mark.parametrize("family", [*KINDS, *DECODERS])
 def test_vectors_of_tokens(family: str, tmp_path: Path) -> None:
     Adapted(family, tmp_path).check(every_token, TOKEN_EMBED, model={"task": "embed"})
 
 
-@pytest.mark.parametrize("family", slow_but(QUICK, (*ENCODERS, *DECODERS)))
+@pytest.mark.parametrize("family", slow_but(QUICK, (*KINDS, *DECODERS)))
 def test_classes(family: str, tmp_path: Path) -> None:
     Adapted(family, tmp_path, head="ForSequenceClassification", num_labels=3).check(probabilities, CLASSIFY)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [*ENCODERS, "qwen3"])
+@pytest.mark.parametrize("family", [*KINDS, "qwen3"])
 def test_classes_of_tokens(family: str, tmp_path: Path) -> None:
     Adapted(family, tmp_path, head="ForTokenClassification", num_labels=4).check(probabilities, TOKEN_CLASSIFY)
 
@@ -142,11 +144,20 @@ def test_plain_layers(family: str, kernels: dict[str, Any], tmp_path: Path) -> N
     adapted.check(last_token if family in DECODERS else mean, EMBED, model={"task": "embed"}, kernels=kernels)
 
 
-@pytest.mark.parametrize("family", slow_but(("llama",), (*ENCODERS, *DECODERS)))
+@pytest.mark.parametrize("family", slow_but(("llama",), (*KINDS, *DECODERS)))
 def test_an_adapter_of_a_classifiers_head_is_refused_by_name(family: str, tmp_path: Path) -> None:
     model = save_pooling_model(family, tmp_path / "model", head="ForSequenceClassification", num_labels=3)
-    save_adapter(model, tmp_path / "adapter", task_type=None)
+    save_adapter(model, tmp_path / "adapter", task_type=None, exclude_modules=DISTANCES)
     engine = build_engine(tmp_path / "model", lora={"max_loras": 1})
-    with pytest.raises(FailedPrecondition, match=r"tensor base_model.model.*(score|classifier|head)") as error:
+    with pytest.raises(FailedPrecondition, match=r"tensor base_model.model.*(score|classifier|head|pooler)") as error:
         pool(engine, [[5, 6]], CLASSIFY, loras=[LoraAdapter("a", str(tmp_path / "adapter"))])
     assert error.value.reason == "LORA_REFUSED"
+
+
+def test_an_adapter_of_debertas_distances_is_refused_by_name(tmp_path: Path) -> None:
+    model = save_pooling_model("deberta-v2", tmp_path / "model")
+    save_adapter(model, tmp_path / "adapter", task_type=None, target_modules=["key_proj"])
+    engine = build_engine(tmp_path / "model", lora={"max_loras": 1})
+    message = r"selects .*key_proj, which is a layer that also computes distances, which all prompts share"
+    with pytest.raises(FailedPrecondition, match=message):
+        pool(engine, [[5, 6]], EMBED, loras=[LoraAdapter("a", str(tmp_path / "adapter"))])

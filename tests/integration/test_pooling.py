@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from sentence_transformers.sentence_transformer.modules import Dense
-from transformers import BertConfig, BertLMHeadModel, MPNetConfig, MPNetModel
+from transformers import BertConfig, BertLMHeadModel, RoFormerConfig, RoFormerModel
 
 from penstock_common.errors import ConfigError, InvalidArgument
 from penstock_common.types.outputs import FinishReason
@@ -23,7 +23,9 @@ from tests.fakes.engines.in_process import build_engine
 from tests.fakes.models.pooling_models import (
     DECODERS,
     ENCODERS,
+    KINDS,
     MAX_POSITIONS,
+    TWO_WAY,
     VOCAB_SIZE,
     WINDOW,
     assert_close,
@@ -117,7 +119,7 @@ def test_preempted_prompts_begin_again(tmp_path: Path) -> None:
     assert_close(pool(engine, PROMPTS, EMBED), expected)
 
 
-@pytest.mark.parametrize("family", [*ENCODERS, *DECODERS])
+@pytest.mark.parametrize("family", [*KINDS, *DECODERS])
 def test_token_embed_gives_every_tokens_hidden_state(family: str, tmp_path: Path) -> None:
     model = save_pooling_model(family, tmp_path)
     engine = build_engine(tmp_path, model={"task": "embed"})
@@ -131,13 +133,41 @@ def test_a_classifier_gives_the_probabilities_of_its_own_head(family: str, tmp_p
     assert_close(pool(build_engine(tmp_path), PROMPTS, CLASSIFY), expected)
 
 
+@pytest.mark.parametrize("family", TWO_WAY)
+def test_a_decoder_may_attend_in_both_directions(family: str, tmp_path: Path) -> None:
+    """transformers ignores the flags of most configurations, so it gets a mask that allows every key."""
+    model = save_pooling_model(family, tmp_path, **TWO_WAY[family])
+
+    def expected(prompt: list[int]) -> torch.Tensor:
+        masks = {} if family == "gemma3_text" else {"attention_mask": torch.zeros(1, 1, len(prompt), len(prompt))}
+        return hidden(model(torch.tensor([prompt]), **masks)).mean(dim=0)
+
+    with torch.inference_mode():
+        assert_close(pool(build_engine(tmp_path), PROMPTS, EMBED), [expected(prompt) for prompt in PROMPTS])
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"share_att_key": False},
+        {"share_att_key": False, "pos_att_type": ["c2p"], "position_buckets": -1},
+        {"pos_att_type": ["p2c"], "position_biased_input": True, "type_vocab_size": 0},
+        {"relative_attention": False, "pos_att_type": None},
+    ],
+)
+def test_each_form_of_debertas_attention(config: dict[str, Any], tmp_path: Path) -> None:
+    model = save_pooling_model("deberta-v2", tmp_path, **config)
+    expected = each(model, lambda output: hidden(output).mean(dim=0))
+    assert_close(pool(build_engine(tmp_path), PROMPTS, EMBED), expected)
+
+
 def test_modernberts_head_can_take_the_mean(tmp_path: Path) -> None:
     model = save_pooling_model("modernbert", tmp_path, head="ForSequenceClassification", classifier_pooling="mean")
     expected = each(model, lambda output: logits(output).softmax(dim=-1))
     assert_close(pool(build_engine(tmp_path), PROMPTS, CLASSIFY), expected)
 
 
-@pytest.mark.parametrize("family", [*ENCODERS, "qwen3"])
+@pytest.mark.parametrize("family", [*KINDS, "qwen3"])
 def test_a_token_classifier_gives_probabilities_per_token(family: str, tmp_path: Path) -> None:
     model = save_pooling_model(family, tmp_path, head="ForTokenClassification", num_labels=4)
     expected = each(model, lambda output: logits(output).softmax(dim=-1))
@@ -324,11 +354,16 @@ def refused(path: Path, **model: Any) -> str:
     return str(error.value)
 
 
-def test_an_encoder_outside_the_interface_is_refused_by_name(tmp_path: Path) -> None:
-    MPNetModel(
-        MPNetConfig(hidden_size=24, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+def test_another_encoder_is_refused_by_name(tmp_path: Path) -> None:
+    RoFormerModel(
+        RoFormerConfig(hidden_size=24, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
     ).save_pretrained(tmp_path)
-    assert "MPNetModel is not supported: its model type is 'mpnet'" in refused(tmp_path)
+    assert "RoFormerModel is not supported: its model type is 'roformer'" in refused(tmp_path)
+
+
+def test_debertas_convolution_is_refused(tmp_path: Path) -> None:
+    save_pooling_model("deberta-v2", tmp_path, conv_kernel_size=3)
+    assert "DebertaV2Model is not supported: its conv_kernel_size is 3; supported: 0" in refused(tmp_path)
 
 
 def test_an_encoder_turned_into_a_decoder_is_refused(tmp_path: Path) -> None:
@@ -341,9 +376,17 @@ def test_an_encoder_turned_into_a_decoder_is_refused(tmp_path: Path) -> None:
     )
 
 
-def test_a_decoder_that_asks_for_bidirectional_attention_is_refused(tmp_path: Path) -> None:
+def test_a_decoder_with_bidirectional_attention_does_not_generate(tmp_path: Path) -> None:
     save_pooling_model("llama", tmp_path, is_causal=False)
-    assert "sets bidirectional attention" in refused(tmp_path, task="embed")
+    assert "its configuration sets bidirectional attention, so it can embed" in refused(tmp_path, task="generate")
+
+
+def test_other_decoders_with_bidirectional_attention_are_refused(tmp_path: Path) -> None:
+    save_pooling_model("olmo2", tmp_path / "type", is_causal=False)
+    message = "Olmo2Model is not supported: its configuration sets bidirectional attention, which is supported for"
+    assert message in refused(tmp_path / "type")
+    save_pooling_model("mistral", tmp_path / "window", is_causal=False, sliding_window=8)
+    assert "in attention call 0, attention has a sliding window" in refused(tmp_path / "window")
 
 
 def test_classifying_without_a_head_is_refused(tmp_path: Path) -> None:

@@ -38,17 +38,63 @@ _ENCODER = {
 _DECODER = _ENCODER | {"num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}
 _FAMILIES: dict[str, dict[str, Any]] = {
     "bert": _ENCODER | {"type_vocab_size": 2},
+    "albert": _ENCODER | {"type_vocab_size": 2, "embedding_size": 16, "num_hidden_groups": 1},
+    "electra": _ENCODER | {"type_vocab_size": 2, "embedding_size": 16},
+    "ernie": _ENCODER | {"type_vocab_size": 2},
+    "gte": _ENCODER | {"type_vocab_size": 2},
+    "jina_embeddings_v3": _ENCODER | {"type_vocab_size": 2},
+    "nomic_bert": _ENCODER | {"type_vocab_size": 2},
+    "eurobert": _ENCODER | {"num_key_value_heads": 2},
+    "xlm-roberta-xl": _ENCODER | {"type_vocab_size": 1},
     "roberta": _ENCODER | {"type_vocab_size": 1},
     "xlm-roberta": _ENCODER | {"type_vocab_size": 1},
     "camembert": _ENCODER | {"type_vocab_size": 1},
+    "deberta-v2": _ENCODER
+    | {
+        "type_vocab_size": 2,
+        "relative_attention": True,
+        "pos_att_type": ["p2c", "c2p"],
+        "share_att_key": True,
+        "norm_rel_ebd": "layer_norm",
+        "position_buckets": 8,
+        "position_biased_input": False,
+        "conv_kernel_size": 0,
+    },
     "distilbert": _ENCODER | {"hidden_dim": 32},
+    "mpnet": _ENCODER,
     "modernbert": _ENCODER
     | {"local_attention": 2 * WINDOW, "global_attn_every_n_layers": 3, "cls_token_id": 2, "sep_token_id": 3},
     "llama": _DECODER,
     "qwen3": _DECODER,
 }
-ENCODERS = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "modernbert")
 DECODERS = ("llama", "qwen3")
+ENCODERS = tuple(family for family in _FAMILIES if family not in DECODERS)
+KINDS = ("bert", "albert", "gte", "roberta", "deberta-v2", "distilbert", "modernbert", "mpnet")
+"""Encoders whose modules differ from each other. The other encoders have the modules of one of them."""
+TWO_WAY: dict[str, dict[str, Any]] = {
+    "gemma": {"use_bidirectional_attention": True},
+    "gemma3_text": {
+        "use_bidirectional_attention": True,
+        "sliding_window": 14,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "query_pre_attn_scalar": 8,
+    },
+    "llama": {
+        "is_causal": False,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    },
+    "mistral": {"is_causal": False, "sliding_window": None},
+    "qwen2": {"is_causal": False},
+    "qwen3": {"is_causal": False},
+}
+"""Settings with which decoders attend in both directions, by model type."""
 _HEADS = {
     "": AutoModel,
     "ForSequenceClassification": AutoModelForSequenceClassification,
@@ -59,7 +105,7 @@ _HEADS = {
 def save_pooling_model(family: str, directory: Path, *, head: str = "", **config: Any) -> Any:
     """Write a checkpoint and return the model, in float32 with transformers' own attention."""
     torch.manual_seed(0)
-    hf_config = AutoConfig.for_model(family, **_FAMILIES[family] | config)
+    hf_config = AutoConfig.for_model(family, **_FAMILIES.get(family, _DECODER) | config)
     model = _HEADS[head].from_config(hf_config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

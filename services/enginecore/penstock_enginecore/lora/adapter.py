@@ -357,10 +357,13 @@ def head_of(module: torch.nn.Module) -> torch.nn.Module | None:
 
 
 def pooling_layer(module: Any) -> torch.nn.Module | None:
-    """Return the dense layer in the pooler of BERT or of a similar model, or None. This layer processes one token of
-    each prompt, and a classifier's head uses the layer's output. The model's hidden states do not depend on this layer.
+    """Return the dense layer in the pooler of BERT or of a similar model, the pooler itself if it is one layer, or None.
+
+    This layer processes one token of each prompt, and a classifier's head uses the layer's output. The model's hidden
+    states do not depend on this layer.
     """
-    return getattr(getattr(module, "pooler", None), "dense", None)
+    pooler = getattr(module, "pooler", None)
+    return pooler if isinstance(pooler, torch.nn.Linear) else getattr(pooler, "dense", None)
 
 
 def expect_features(name: str, update: LowRankUpdate, out_features: int, in_features: int) -> None:

@@ -10,6 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from penstock_enginecore.lora.errors import LoraReason
 from penstock_enginecore.models.quantization.layers import QuantizedLinear
+from penstock_enginecore.models.relative_attention import DistanceLinear
 from penstock_enginecore.models.state_hook import ReadLinear
 
 _OF_EXPERTS = "an expert or another part of a mixture of experts"
@@ -117,6 +118,8 @@ def _is_linear(module: Any) -> bool:
 
 
 def _unserved(module: torch.nn.Module) -> Unserved | None:
+    if isinstance(module, DistanceLinear):
+        return Unserved(LoraReason.MODULE, "a layer that also computes distances, which all prompts share", linear=True)
     if isinstance(module, ReadLinear):
         return Unserved(LoraReason.MODULE, "a layer whose weight is used without calling the layer", linear=True)
     if isinstance(module, Conv1D):

@@ -1,4 +1,6 @@
-"""Encoder-only models: supported model types, inputs that decoders do not have, and attention without a KV cache."""
+"""Models with bidirectional attention: supported model types, inputs that decoders do not have, and attention without a
+KV cache.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ from transformers import AutoModelForMaskedLM, PretrainedConfig, PreTrainedModel
 from penstock_enginecore.attention.base import IntArray
 from penstock_enginecore.models.attention_hook import AttentionCall
 from penstock_enginecore.models.errors import ModelLoadError
+from penstock_enginecore.models.relative_attention import BIAS_ARGUMENT, RelativeBias, unsupported_relative
 
 if TYPE_CHECKING:
     from penstock_enginecore.models.attention_hook import AttentionCall
@@ -24,24 +27,43 @@ class EncoderFamily:
     Attributes:
         offset_positions: Whether position ids begin after the id of the padding token.
         token_types: Whether tokens have a type that tells the first text of a pair from the second.
+        relative: Whether attention scores have a bias that depends on the distance between tokens. See
+            ``relative_attention``.
     """
 
     offset_positions: bool = False
     token_types: bool = False
+    relative: bool = False
 
 
+_BERT = EncoderFamily(token_types=True)
 _ROBERTA = EncoderFamily(offset_positions=True, token_types=True)
 FAMILIES: dict[str, EncoderFamily] = {
-    "bert": EncoderFamily(token_types=True),
+    "bert": _BERT,
+    "albert": _BERT,
+    "electra": _BERT,
+    "ernie": _BERT,
+    "gte": _BERT,
+    "jina_embeddings_v3": _BERT,
+    "nomic_bert": _BERT,
     "roberta": _ROBERTA,
     "xlm-roberta": _ROBERTA,
+    "xlm-roberta-xl": _ROBERTA,
     "camembert": _ROBERTA,
+    "deberta-v2": EncoderFamily(token_types=True, relative=True),
     "distilbert": EncoderFamily(),
+    "eurobert": EncoderFamily(),
     "modernbert": EncoderFamily(),
+    "mpnet": EncoderFamily(offset_positions=True, relative=True),
 }
 """Input formats of supported encoders, by model type. Other models may number positions or distinguish two texts
 differently, and wrong results would not be noticed.
 """
+
+_TWO_WAY = frozenset({"gemma", "gemma3_text", "llama", "mistral", "qwen2", "qwen3"})
+"""Model types of decoders that can be served with bidirectional attention, as encoders without special inputs."""
+_STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
+"""Kinds of rotary scaling whose frequencies do not depend on the length of the prompt."""
 
 _HARMLESS_EXTRAS = frozenset(
     {
@@ -58,14 +80,37 @@ _HARMLESS_EXTRAS = frozenset(
 
 def encoder_family(config: PretrainedConfig) -> EncoderFamily | None:
     """Return the input format of an encoder, or None if the model is not a supported encoder."""
+    if is_two_way(config):
+        return EncoderFamily() if config.model_type in _TWO_WAY else None
     return None if getattr(config, "is_decoder", False) else FAMILIES.get(config.model_type)
 
 
 def is_encoder(config: PretrainedConfig) -> bool:
-    """Return whether the model is an encoder, supported or not. Encoders have bidirectional attention and are trained
-    to fill in masked tokens.
+    """Return whether the model is an encoder, supported or not. Encoders have bidirectional attention. Most are trained
+    to fill in masked tokens, and some are decoders whose configuration switches the causal mask off.
     """
+    if is_two_way(config):
+        return True
     return type(config) in AutoModelForMaskedLM._model_mapping and not getattr(config, "is_decoder", False)
+
+
+def is_two_way(config: PretrainedConfig) -> bool:
+    """Return whether the configuration of a decoder asks for bidirectional attention."""
+    if type(config) in AutoModelForMaskedLM._model_mapping:
+        return False
+    return getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", False) is True
+
+
+def prepare_two_way(model: PreTrainedModel) -> None:
+    """Let the attention modules of a decoder with bidirectional attention say so, and switch transformers' cache off.
+    transformers reads only some of the configurations' flags.
+    """
+    if not is_two_way(model.config):
+        return
+    model.config.use_cache = False
+    for module in model.modules():
+        if hasattr(module, "is_causal"):
+            setattr(module, "is_causal", False)  # noqa: B010 - the type of modules has no such attribute
 
 
 def position_offset(config: PretrainedConfig) -> int:
@@ -99,15 +144,20 @@ def encoder_inputs(config: PretrainedConfig, positions: IntArray, token_types: I
 
 def check_encoder(config: PretrainedConfig, model_class: type[PreTrainedModel]) -> None:
     """Raise ModelLoadError, with the class name, if the encoder is not supported."""
-    reason = None
-    if encoder_family(config) is None:
+    family, reason = encoder_family(config), None
+    if family is None and is_two_way(config):
+        supported = ", ".join(sorted(_TWO_WAY))
+        reason = f"its configuration sets bidirectional attention, which is supported for the model types {supported}"
+    elif family is None:
         reason = f"its model type is {config.model_type!r}; supported encoders: {', '.join(FAMILIES)}"
+    elif family.relative:
+        reason = unsupported_relative(config)
     elif not getattr(model_class, "_supports_attention_backend", False):
         reason = "it does not dispatch its attention through transformers' attention interface"
     elif getattr(config, "position_embedding_type", None) not in (None, "absolute"):
         reason = f"its position_embedding_type is {config.position_embedding_type!r}; supported: 'absolute'"
-    elif types := sorted(_rope_types(config) - {"default"}):
-        reason = f"its rotary scaling is {types[0]!r}; supported: 'default'"
+    elif types := sorted(_rope_types(config) - _STATIC_ROPE):
+        reason = f"its rotary scaling is {types[0]!r}; supported: {', '.join(map(repr, sorted(_STATIC_ROPE)))}"
     elif getattr(config, "quantization_config", None) is not None:
         reason = "its checkpoint is quantized, which is supported only for decoders"
     if reason is not None:
@@ -131,18 +181,21 @@ def check_encoder_calls(model: PreTrainedModel, calls: Sequence[AttentionCall]) 
             f"{name} is not supported: {len(calls)} of its {num_layers} layers use the attention interface"
         )
     for index, call in enumerate(calls):
-        if reason := _unsupported_call(call):
+        if reason := _unsupported_call(call, model.config):
             raise ModelLoadError(f"{name} is not supported: in attention call {index}, {reason}")
 
 
-def _unsupported_call(call: AttentionCall) -> str | None:
+def _unsupported_call(call: AttentionCall, config: PretrainedConfig) -> str | None:
     if call.mask is not None:
         return "the model builds its own attention mask"
     if call.extra.get("is_causal", getattr(call.module, "is_causal", True)):
         return "attention is causal"
     if call.params.softcap is not None or call.params.sinks is not None:
         return "attention has a soft cap or sinks, which are not supported"
-    unknown = [k for k, v in call.extra.items() if v is not None and v is not False and k not in _HARMLESS_EXTRAS]
+    if call.params.sliding_window is not None and getattr(config, "is_causal", True) is False:
+        return "attention has a sliding window, which is not defined without a causal mask"
+    known = _HARMLESS_EXTRAS | {BIAS_ARGUMENT}
+    unknown = [k for k, v in call.extra.items() if v is not None and v is not False and k not in known]
     return f"attention is called with the argument '{unknown[0]}', which is not supported" if unknown else None
 
 
@@ -170,6 +223,8 @@ class EncoderContext:
             rows = starts[lengths == length][:, None] + np.arange(length)
             self._rows.append(torch.from_numpy(rows).to(device))
         self._masks: dict[tuple[int, int], torch.Tensor] = {}
+        self._shared_biases: dict[int, torch.Tensor] = {}
+        """Parts of relative biases that all layers share, by prompt length."""
 
     def attend(self, call: "AttentionCall") -> torch.Tensor:
         """Return the attention output ``[tokens, num_heads, head_size_v]`` of every prompt over its own tokens."""
@@ -177,11 +232,13 @@ class EncoderContext:
         for rows in self._rows:
             # [prompts, heads, length, head size]
             q, k, v = (x[rows].transpose(1, 2) for x in (call.query, call.key, call.value))
+            bias: RelativeBias | None = call.extra.get(BIAS_ARGUMENT)
+            mask = self._mask(rows.shape[1], call.params.sliding_window) if bias is None else self._bias(bias, rows)
             attended = scaled_dot_product_attention(
                 q,
                 k,
                 v,
-                attn_mask=self._mask(rows.shape[1], call.params.sliding_window),
+                attn_mask=mask,
                 scale=call.params.scaling,
                 enable_gqa=q.shape[1] != k.shape[1],
             )
@@ -198,3 +255,10 @@ class EncoderContext:
             position = torch.arange(length, device=self._device)
             self._masks[length, window] = (position[:, None] - position[None, :]).abs() < window
         return self._masks[length, window]
+
+    def _bias(self, bias: RelativeBias, rows: torch.Tensor) -> torch.Tensor:
+        """Return the relative bias of the prompts in ``rows``, ``[prompts or 1, heads, length, length]``."""
+        length = rows.shape[1]
+        if length not in self._shared_biases:
+            self._shared_biases[length] = bias.of_length(length, self._device)
+        return bias.of_prompts(self._shared_biases[length], rows)

@@ -17,6 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
 from penstock_enginecore.models.attention_hook import AttentionCall, use_context
+from penstock_enginecore.models.encoder import is_two_way
 from penstock_enginecore.models.errors import ModelLoadError, refused_model
 from penstock_enginecore.models.quantization.layers import Scheme
 from penstock_enginecore.models.quantization.recognition import recognise
@@ -81,6 +82,8 @@ def unsupported(config: PretrainedConfig, model_class: type[PreTrainedModel]) ->
     """Return why ``model_class`` cannot be served with this project's attention function, or None if it can."""
     if getattr(config, "is_encoder_decoder", False):
         return "it is an encoder-decoder model"
+    if is_two_way(config):
+        return "its configuration sets bidirectional attention, so it can embed and classify, but not generate"
     recurrent = is_recurrent(config)
     if getattr(model_class, "_is_stateful", False) and not recurrent:
         return "its layers keep a state of a kind that is not supported"

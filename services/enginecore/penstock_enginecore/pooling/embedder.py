@@ -19,10 +19,11 @@ from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAtte
 from penstock_enginecore.config import ModelConfig
 from penstock_enginecore.models import attention_hook, loader
 from penstock_enginecore.models.dtypes import resolve_dtypes
-from penstock_enginecore.models.encoder import FAMILIES, check_encoder, encoder_max_len, is_encoder
+from penstock_enginecore.models.encoder import FAMILIES, check_encoder, encoder_max_len, is_encoder, prepare_two_way
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.multimodal.base import MediaEncoder
 from penstock_enginecore.models.placement import place
+from penstock_enginecore.models.relative_attention import replace_relative_attention
 from penstock_enginecore.models.support import check_supported
 from penstock_enginecore.pooling.config import (
     Dense,
@@ -85,7 +86,7 @@ def split_head(model: PreTrainedModel) -> tuple[PreTrainedModel, Head]:
         raise ModelLoadError(
             f"{type(model).__name__} is not supported: its base model cannot be separated from its head"
         )
-    setattr(model, prefix, _Computed(getattr(backbone, "pooler", None)))
+    setattr(model, prefix, _Computed(_pooler_of(backbone)))
     per_token = type(model).__name__.endswith("ForTokenClassification")
     head = Head(
         classifier=model,
@@ -117,6 +118,28 @@ def _score_activation(config: PretrainedConfig) -> Activation:
             f"the configuration's activation_fn is {named!r}; supported: {', '.join(_SCORE_ACTIVATIONS)}"
         )
     return _SCORE_ACTIVATIONS[kind]
+
+
+def _pooler_of(backbone: PreTrainedModel) -> torch.nn.Module | None:
+    """Return the module that computes the base model's pooled output from its hidden states, or None without one."""
+    pooler: torch.nn.Module | None = getattr(backbone, "pooler", None)
+    return _FirstToken(backbone) if isinstance(pooler, torch.nn.Linear) else pooler
+
+
+class _FirstToken(torch.nn.Module):
+    """Pooler of ALBERT, whose base model applies a linear layer and an activation to the first token. The linear layer
+    remains a part of the base model, because kernels and adapters may replace or hook it there.
+    """
+
+    def __init__(self, backbone: Any) -> None:
+        super().__init__()
+        self._backbone = (backbone,)  # A tuple, so that the base model does not become a part of the head.
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the pooled output ``[1, hidden size]`` of the hidden states ``[1, tokens, hidden size]``."""
+        (backbone,) = self._backbone
+        pooled: torch.Tensor = backbone.pooler_activation(backbone.pooler(hidden[:, 0]))
+        return pooled
 
 
 class _Computed(torch.nn.Module):
@@ -234,6 +257,8 @@ def load_pooling_model(
     optional = ("pooler.",) if task == "embed" else ()
     first = device if split is None else torch.device("cpu")
     loaded: Any = loader.load_weights(config, dtypes, first, progress, auto_class, optional, pools=True)
+    replace_relative_attention(loaded)
+    prepare_two_way(loaded)
     if split is not None:
         split(loaded if task == "embed" else loaded.base_model)
     place(loaded, config.path, device)
@@ -307,8 +332,6 @@ def _check(hf_config: PretrainedConfig, model_class: type[PreTrainedModel]) -> N
             f"{model_class.__name__} is not supported: its configuration turns an encoder into a decoder"
         )
     check_supported(hf_config, model_class)
-    if getattr(hf_config, "is_causal", True) is False or getattr(hf_config, "use_bidirectional_attention", False):
-        raise ModelLoadError(f"{model_class.__name__} is not supported: its configuration sets bidirectional attention")
 
 
 def _directory(config: ModelConfig) -> Path:
