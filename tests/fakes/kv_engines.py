@@ -17,7 +17,7 @@ from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.config import EngineCoreConfig, KvTransferConfig, ModelConfig, ParallelConfig
 from penstock_enginecore.core.kv_cache.block_pool import BlockPool
 from penstock_enginecore.core.request import Request
-from penstock_enginecore.kv_transfer.core.base import PeerBlock
+from penstock_enginecore.kv_transfer.core.base import Content, PeerBlock
 from penstock_enginecore.kv_transfer.core.leases import Leases
 from penstock_enginecore.kv_transfer.core.transfer_stats import Transfer
 from penstock_enginecore.kv_transfer.metrics import TransferCounts
@@ -179,11 +179,14 @@ class FakeKvEngine:
     def address(self) -> str:
         return f"127.0.0.1:{self.transfer.port}"
 
-    def read(self, block_ids: Sequence[int]) -> "Future[list[bytes]]":
-        def copy() -> list[bytes]:
+    def read(self, block_ids: Sequence[int]) -> "Future[list[Content]]":
+        """Read blocks. Those with even IDs are bytes, as on a CPU, and the others memoryviews, as on a GPU."""
+
+        def copy() -> list[Content]:
             self.before_read(block_ids)
             self.num_read += len(block_ids)
-            return [self.memory[block_id] for block_id in block_ids]
+            found = ((block_id, self.memory[block_id]) for block_id in block_ids)
+            return [memoryview(bytearray(data)) if block_id % 2 else data for block_id, data in found]
 
         return self._reader.submit(copy)
 

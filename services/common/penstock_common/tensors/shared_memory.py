@@ -353,7 +353,7 @@ class Arena:
         """Number of occupied slots."""
         return self._num_slots - len(self._free)
 
-    def put(self, data: Buffer) -> int | None:
+    def put(self, data: Buffer | memoryview) -> int | None:
         """Write bytes into a free slot. Returns the slot's offset in bytes, or None if no slot is free.
 
         Raises ValueError if the bytes do not fit into a slot, OSError if they cannot be written.

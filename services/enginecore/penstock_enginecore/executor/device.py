@@ -14,6 +14,7 @@ from penstock_common.memory import Memory, check_fits, host_memory
 from penstock_enginecore.config import CacheConfig, EngineCoreConfig
 from penstock_enginecore.config.scheduler import STEP_TOKENS
 from penstock_enginecore.core.model_info import ModelInfo
+from penstock_enginecore.kv_transfer.staged_blocks import PIECE_BYTES
 from penstock_enginecore.media.core.encoder_cache import encoder_cache_size
 from penstock_enginecore.models.errors import ModelLoadError
 
@@ -265,6 +266,14 @@ def cuda_kv_cache_bytes(config: CacheConfig, device: torch.device) -> int:
     free, total = torch.cuda.mem_get_info(device)
     of_steps = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
     return max(int(total * config.memory_utilization) - (total - free) - of_steps, 0)
+
+
+def staging_bytes(config: EngineCoreConfig) -> int:
+    """Return the size in bytes of the GPU memory through which blocks and states of recurrent layers are copied to and
+    from other engines, a disk or a connector. The result is 0 if the engine makes no such copies.
+    """
+    copied = config.kv_transfer.enabled or config.kv_transfer.connector or config.cache.disk
+    return 2 * PIECE_BYTES if copied else 0
 
 
 def encoder_cache_bytes(config: EngineCoreConfig, model: ModelInfo) -> int:

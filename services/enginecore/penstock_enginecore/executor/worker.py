@@ -27,6 +27,7 @@ from penstock_enginecore.executor.device import (
     encoder_cache_bytes,
     resolve_device,
     settle,
+    staging_bytes,
 )
 from penstock_enginecore.executor.loading import ModelRunner, load_runner
 from penstock_enginecore.executor.sleep_in_place import KeptSleep, kept_sleep
@@ -127,9 +128,9 @@ class Worker:
         """Return the size in bytes of the memory available for the KV cache.
 
         If ``cache.kv_cache_memory`` is set, the result is this setting, and on a GPU a step that is too large for a
-        CUDA graph runs only to compile its kernels. On a GPU, the result is otherwise the memory
-        that the profiling step leaves free, minus the cache of media embeddings and the CUDA graphs. On a CPU, no
-        profiling step runs, because its peak memory is small compared with the default size of the KV cache.
+        CUDA graph runs only to compile its kernels. On a GPU, the result is otherwise the memory that the profiling
+        step leaves free, minus the cache of media embeddings, the CUDA graphs and the memory for copies of blocks. On a
+        CPU, no profiling step runs, because its peak memory is small compared with the default size of the KV cache.
         """
         if self._engine.cache.kv_cache_memory is not None:
             self._warm_large_step()
@@ -142,7 +143,7 @@ class Worker:
         self.runner.profile(self._engine.scheduler.step_tokens, self._engine.scheduler.max_num_seqs)
         torch.cuda.empty_cache()
         left = cuda_kv_cache_bytes(self._engine.cache, self._device)
-        return max(left - encoder_cache - self._graph_bytes(), 0)
+        return max(left - encoder_cache - self._graph_bytes() - staging_bytes(self._engine), 0)
 
     def _warm_large_step(self) -> None:
         """Run a step that is too large to be captured, if the device is a GPU and requests can need such a step.
@@ -174,6 +175,9 @@ class Worker:
         capture, shapes = self.runner.graph_capture, self._captured_shapes()
         if capture is not None and shapes:
             capture.run(shapes, num_model_groups(config), config.block_size, self._free_bytes)
+        if self._device.type == "cuda" and staging_bytes(self._engine):
+            self.copies.begin("prepare")
+            self.state_copies.begin("prepare")
         if (kernels := self._kernels) is not None:
             logger.info("loaded Triton kernels found_in_cache=%d compiled=%d", kernels.found, kernels.compiled)
 

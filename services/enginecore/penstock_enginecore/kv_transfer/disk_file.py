@@ -19,7 +19,7 @@ from pathlib import Path
 from penstock_common.errors import ConfigError
 from penstock_common.files import open_private
 from penstock_common.types.kv_transfer import BlockName
-from penstock_enginecore.kv_transfer.core.host_disk_tiers import Content
+from penstock_enginecore.kv_transfer.core.base import Content
 from penstock_enginecore.worker.device_thread import DeviceThread
 
 FILE_NAME = "kv_blocks"

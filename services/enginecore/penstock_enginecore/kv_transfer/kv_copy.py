@@ -16,11 +16,13 @@ import msgspec
 import numpy as np
 import torch
 
-from penstock_enginecore.kv_transfer.core.base import BlockFacts, Copy
+from penstock_enginecore.kv_transfer.core.base import BlockFacts, Content, Copy
 from penstock_enginecore.kv_transfer.host_memory import HostMemory
-from penstock_enginecore.worker.device_thread import DeviceThread, use_device
+from penstock_enginecore.kv_transfer.staged_blocks import NUM_PIECES, PIECE_BYTES, StagedBlocks
+from penstock_enginecore.worker.device_thread import DeviceThread
 from penstock_enginecore.worker.failures import Failure
 from penstock_enginecore.worker.messages import Copied, CopyBlocks, encode
+from penstock_enginecore.worker.staging import CopyStream, GpuStream, StagingRing
 
 # Copies of one worker.
 
@@ -31,6 +33,13 @@ Memory = Callable[[], list[torch.Tensor] | None]
 """Function that returns the tensors of the KV cache, as ``block_memory`` does, or of the states, as ``slot_memory``
 does. The list is empty if the worker has no such layers. Returns None while the engine sleeps.
 """
+OpenStream = Callable[[torch.device], CopyStream | None]
+"""Function that returns a stream for copies from and to a device, or None for a CPU."""
+
+
+def gpu_stream(device: torch.device) -> CopyStream | None:
+    """Return a stream of a GPU, or None for a CPU."""
+    return GpuStream(device) if device.type == "cuda" else None
 
 
 class WorkerCopies:
@@ -38,12 +47,26 @@ class WorkerCopies:
     future that ``begin`` returned raises the error.
     """
 
-    def __init__(self, memory: Memory, *, checked: bool = False) -> None:
+    def __init__(
+        self,
+        memory: Memory,
+        *,
+        checked: bool = False,
+        open_stream: OpenStream = gpu_stream,
+        piece_bytes: int = PIECE_BYTES,
+    ) -> None:
         """Create the object without starting the thread. If ``checked`` is true, copies verify a checksum when they
         read a slot of host memory. Checksums take little time for states, because a request loads a single state.
         Blocks in host memory have no checksums.
+
+        ``read`` and ``write`` copy blocks on a GPU through ``NUM_PIECES`` pieces of page-locked memory, each of
+        ``piece_bytes`` bytes. ``prepare`` allocates the pieces, or else the first of these calls.
         """
         self._memory = memory
+        self._open_stream = open_stream
+        self._piece_bytes = piece_bytes
+        self._stream: CopyStream | None = None
+        self._staged: StagedBlocks | None = None  # Only the copy thread uses this attribute.
         self._checksums: dict[int, int] | None = {} if checked else None
         self._thread: DeviceThread | None = None
         self._lock = threading.Lock()  # Protects the creation of the thread.
@@ -59,15 +82,14 @@ class WorkerCopies:
         copies run after all work that the calling thread has launched before.
         """
         memory = self._memory()
-        ready: Any = None
-        if memory and _is_on_gpu(memory):
-            make_event: Any = torch.cuda.Event
-            ready = make_event()
-            ready.record(torch.cuda.current_stream(memory[0].device))
         with self._lock:
+            if self._stream is None and memory:
+                self._stream = self._open_stream(memory[0].device)
+            stream = self._stream if memory else None
             if self._thread is None:
                 self._thread = DeviceThread("kv copies")
-        return self._thread.submit(partial(self._run, memory, ready, getattr(self, method), arguments))
+        ready = None if stream is None else stream.launched()
+        return self._thread.submit(partial(self._run, memory, stream, ready, getattr(self, method), arguments))
 
     def stop(self) -> None:
         """Free the slots of host memory and end the copy thread, after pending copies. Does not wait."""
@@ -76,20 +98,22 @@ class WorkerCopies:
             self._thread.stop()
 
     def _run(
-        self, memory: list[torch.Tensor] | None, ready: Any, call: Callable[..., T], arguments: Sequence[Any]
+        self,
+        memory: list[torch.Tensor] | None,
+        stream: CopyStream | None,
+        ready: Any,
+        call: Callable[..., T],
+        arguments: Sequence[Any],
     ) -> T:
         if memory is None:
             raise RuntimeError("the KV cache is not allocated, or the engine sleeps")
-        if ready is None:
+        if stream is None:
             return call(memory, *arguments)
-        use_device(memory[0].device)
-        make_stream: Any = torch.cuda.Stream
-        stream = make_stream(memory[0].device)
-        with torch.cuda.stream(stream):
-            stream.wait_event(ready)
-            result = call(memory, *arguments)
-            stream.synchronize()
-        return result
+        with stream.after(ready):
+            try:
+                return call(memory, *arguments)
+            finally:  # Also after an error, no work may use blocks that the caller frees.
+                stream.wait(stream.mark())
 
     # Methods that run on the copy thread.
 
@@ -97,6 +121,10 @@ class WorkerCopies:
         """Allocate the slots of host memory. Slots of an earlier call are freed first."""
         self._free()
         self._host = HostMemory(num_slots, sum(tensor.shape[1] for tensor in memory), pinned=_is_on_gpu(memory))
+
+    def prepare(self, memory: list[torch.Tensor]) -> None:
+        """Lock the memory that ``read`` and ``write`` need, because kernel launches wait while the driver locks it."""
+        self._staging(memory)
 
     def save(self, memory: list[torch.Tensor], copies: Sequence[Copy]) -> None:
         for tensor, part in _parts(memory, self._slots()):
@@ -129,39 +157,34 @@ class WorkerCopies:
                     blocks[block_id] = slots[slot]
         return damaged
 
-    def read(self, memory: list[torch.Tensor], block_ids: Sequence[int]) -> list[bytes]:
+    def read(self, memory: list[torch.Tensor], block_ids: Sequence[int]) -> Sequence[Content]:
         """Return the contents of blocks of the pool."""
-        if _is_on_gpu(memory):
-            return [b"".join(tensor[block_id].cpu().numpy().tobytes() for tensor in memory) for block_id in block_ids]
+        if (staged := self._staging(memory)) is not None:
+            return staged.read(memory, block_ids)
         arrays = [
             tensor.numpy() for tensor in memory
         ]  # Join the arrays directly, so that each byte is copied only once.
         return [b"".join([array[block_id] for array in arrays]) for block_id in block_ids]
 
-    def write(
-        self, memory: list[torch.Tensor], block_ids: Sequence[int], contents: "Sequence[bytes | memoryview]"
-    ) -> None:
+    def write(self, memory: list[torch.Tensor], block_ids: Sequence[int], contents: Sequence[Content]) -> None:
         """Write ``contents`` to blocks of the pool."""
+        if (staged := self._staging(memory)) is not None:
+            staged.write(memory, block_ids, contents)
+            return
         ends = list(accumulate(tensor.shape[1] for tensor in memory))
         parts = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
-        arrays = None if _is_on_gpu(memory) else [tensor.numpy() for tensor in memory]
+        arrays = [tensor.numpy() for tensor in memory]
         for block_id, content in zip(block_ids, contents, strict=True):
             row = np.frombuffer(content, dtype=np.uint8)
-            if arrays is not None:
-                for array, part in zip(arrays, parts, strict=True):
-                    array[block_id] = row[part]
-            else:
-                for tensor, part in zip(memory, parts, strict=True):
-                    tensor[block_id].copy_(torch.from_numpy(row[part].copy()))
+            for array, part in zip(arrays, parts, strict=True):
+                array[block_id] = row[part]
 
     def read_slots(self, _: list[torch.Tensor], slots: Sequence[int]) -> list[bytes | None]:
         """Return the bytes of slots, and None for a damaged slot."""
         host = self._slots()
         return [None if self._damaged(slot) else host[slot].numpy().tobytes() for slot in slots]
 
-    def write_slots(
-        self, _: list[torch.Tensor], slots: Sequence[int], contents: "Sequence[bytes | memoryview]"
-    ) -> None:
+    def write_slots(self, _: list[torch.Tensor], slots: Sequence[int], contents: Sequence[Content]) -> None:
         """Write ``contents`` to slots of host memory."""
         host = self._slots()
         for slot, content in zip(slots, contents, strict=True):
@@ -173,6 +196,14 @@ class WorkerCopies:
         if self._host is not None:
             self._host.close()
             self._host = None
+
+    def _staging(self, memory: list[torch.Tensor]) -> StagedBlocks | None:
+        """Return the copies through page-locked memory, or None for a CPU."""
+        if self._stream is None or not memory:
+            return None
+        if self._staged is None:
+            self._staged = StagedBlocks(StagingRing(NUM_PIECES, self._piece_bytes, self._stream, memory[0].device))
+        return self._staged
 
     def _checksum(self, slot: int) -> int:
         return zlib.crc32(self._slots()[slot].numpy().data)
@@ -218,16 +249,16 @@ class Copier:
     def load(self, copies: Sequence[Copy]) -> "Future[list[int]]":
         return self._call("load", copies)
 
-    def read(self, block_ids: Sequence[int]) -> "Future[list[bytes]]":
+    def read(self, block_ids: Sequence[int]) -> "Future[list[Content]]":
         return self._call("read", block_ids)
 
-    def write(self, block_ids: Sequence[int], contents: "Sequence[bytes | memoryview]") -> "Future[None]":
+    def write(self, block_ids: Sequence[int], contents: Sequence[Content]) -> "Future[None]":
         return self._call("write", block_ids, contents)
 
     def read_slots(self, slots: Sequence[int]) -> "Future[list[bytes | None]]":
         return self._call("read_slots", slots)
 
-    def write_slots(self, slots: Sequence[int], contents: "Sequence[bytes | memoryview]") -> "Future[None]":
+    def write_slots(self, slots: Sequence[int], contents: Sequence[Content]) -> "Future[None]":
         return self._call("write_slots", slots, contents)
 
 

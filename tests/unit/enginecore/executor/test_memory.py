@@ -5,11 +5,23 @@ import pytest
 import torch
 
 from penstock_common.memory import Memory
-from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ModelConfig, MultimodalConfig, SchedulerConfig
+from penstock_enginecore.config import (
+    CacheConfig,
+    EngineCoreConfig,
+    KvTransferConfig,
+    ModelConfig,
+    MultimodalConfig,
+    SchedulerConfig,
+)
 from penstock_enginecore.config.scheduler import STEP_TOKENS
 from penstock_enginecore.core.model_info import MediaInfo, ModelInfo
 from penstock_enginecore.executor import device
-from penstock_enginecore.executor.device import cpu_kv_cache_bytes, cuda_kv_cache_bytes, encoder_cache_bytes
+from penstock_enginecore.executor.device import (
+    cpu_kv_cache_bytes,
+    cuda_kv_cache_bytes,
+    encoder_cache_bytes,
+    staging_bytes,
+)
 
 CONFIG = EngineCoreConfig(model=ModelConfig(path="p"))
 IMAGE = MediaInfo(modality="image", num_blocks=2, max_embeds=3000, max_tokens=3001)
@@ -34,6 +46,20 @@ def test_the_encoder_cache_has_room_for_the_largest_item_at_least(fields: dict[s
 def test_steps_that_a_large_image_makes_longer_keep_more_of_them() -> None:
     image = msgspec.structs.replace(IMAGE, max_span=3001)
     assert encoder_cache_bytes(CONFIG, msgspec.structs.replace(MODEL, media=(image,))) == 10 * 2 * 3001
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_bytes"),
+    [
+        ({}, 0),
+        ({"cache": CacheConfig(host_memory=1 << 30)}, 0),
+        ({"cache": CacheConfig(host_memory=1 << 30, disk="d", disk_size=1 << 30)}, 32 << 20),
+        ({"kv_transfer": KvTransferConfig(transport="grpc")}, 32 << 20),
+        ({"kv_transfer": KvTransferConfig(transport="off", connector="package.module:Class")}, 32 << 20),
+    ],
+)
+def test_copies_of_blocks_as_bytes_need_memory_of_the_device(fields: dict[str, object], num_bytes: int) -> None:
+    assert staging_bytes(msgspec.structs.replace(CONFIG, **fields)) == num_bytes
 
 
 def test_what_others_will_take_of_the_host_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:

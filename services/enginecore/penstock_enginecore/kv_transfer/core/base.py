@@ -13,6 +13,8 @@ from penstock_enginecore.core.request import Request
 _BATCH_BYTES = 8 << 20
 """Maximum total size in bytes of the blocks that are copied together. The limit keeps later copies from waiting long.
 """
+Content = bytes | memoryview
+"""Content of a block. It is a memoryview if the block was read from a GPU or a file."""
 Done = Callable[["Future[Any]"], None]
 Follow = Callable[["Future[Any]", Done], None]
 """Function that gets a copy's future and a callback. The function calls the callback on the busy loop's thread once the
@@ -80,16 +82,18 @@ class BlockCopier(Protocol):
         damaged.
         """
 
-    def read(self, block_ids: Sequence[int]) -> "Future[list[bytes]]":
-        """Return the contents of blocks of the pool. The parts of all workers are concatenated."""
+    def read(self, block_ids: Sequence[int]) -> "Future[list[Content]]":
+        """Return the contents of blocks of the pool. The parts of all workers are concatenated. The caller may keep the
+        contents.
+        """
 
-    def write(self, block_ids: Sequence[int], contents: "Sequence[bytes | memoryview]") -> "Future[None]":
+    def write(self, block_ids: Sequence[int], contents: Sequence[Content]) -> "Future[None]":
         """Write ``contents``, as returned by ``read``, to blocks of the pool."""
 
     def read_slots(self, slots: Sequence[int]) -> "Future[list[bytes | None]]":
         """Return the bytes of slots of host memory, and None for a damaged slot."""
 
-    def write_slots(self, slots: Sequence[int], contents: "Sequence[bytes | memoryview]") -> "Future[None]":
+    def write_slots(self, slots: Sequence[int], contents: Sequence[Content]) -> "Future[None]":
         """Write ``contents`` to slots of host memory."""
 
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Protocol
 
 from penstock_common.types.kv_transfer import BlockName, KvMedium
-from penstock_enginecore.kv_transfer.core.base import BlockCopier, BlockHolder, Copy, Follow, Place, batch_of
+from penstock_enginecore.kv_transfer.core.base import BlockCopier, BlockHolder, Content, Copy, Follow, Place, batch_of
 
 Told = Callable[[BlockName, bool], None]
 """Function that is called with the name of a block, and with True if the block became findable or False if the block
@@ -249,7 +249,6 @@ _MAX_PENDING_BYTES = 64 << 20
 """Maximum total size in bytes of the blocks that are queued to be written to the disk. Blocks beyond this limit are not
 written.
 """
-Content = bytes | memoryview
 Over = Callable[[list[Place], list[Place], float], None]
 """Callback that is called on any thread when a batch has been loaded. Arguments: the batch's places, the places whose
 blocks arrived, and the read time in seconds.

@@ -90,7 +90,7 @@ class NixlMemory:
         """Number of slots in use."""
         return self._num_slots - len(self._free)
 
-    def put(self, data: Buffer) -> int | None:
+    def put(self, data: Buffer | memoryview) -> int | None:
         """Copy ``data`` to a free slot. Return the slot's address, or None if no slot is free."""
         address = self.take()
         if address is not None:

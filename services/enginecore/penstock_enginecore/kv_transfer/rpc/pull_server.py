@@ -16,6 +16,7 @@ from penstock_common.errors import FailedPrecondition, InvalidArgument, NotFound
 from penstock_common.observability.logging import get_logger
 from penstock_common.rpc.handshake import first_message
 from penstock_common.types.kv_transfer import STATE_GROUP, BlockName
+from penstock_enginecore.kv_transfer.core.base import Content
 from penstock_enginecore.kv_transfer.core.leases import LEASE_ID_BYTES, Leases
 from penstock_enginecore.kv_transfer.core.pull import MAX_ASKED, MAX_HASHES
 from penstock_enginecore.kv_transfer.metrics import TransferCounts
@@ -29,7 +30,7 @@ _MAX_TRANSPORTS = 16
 _MAX_PULLS = 1024
 """Maximum number of open pulls by other engines."""
 
-Read = Callable[[Sequence[int]], "Future[list[bytes]]"]
+Read = Callable[[Sequence[int]], "Future[list[Content]]"]
 Context = grpc.aio.ServicerContext[Any, Any]
 log = get_logger()
 
@@ -130,7 +131,7 @@ class _Reading(NamedTuple):
     """
 
     ids: Sequence[int | None]
-    future: "Future[list[bytes]] | None"
+    future: "Future[list[Content]] | None"
 
 
 class _Stream:
@@ -254,7 +255,7 @@ class _Stream:
                 async for response in self._block(fetch.fetch_id, name, data):
                     yield response
 
-    async def _block(self, fetch_id: int, name: BlockName, data: bytes) -> AsyncIterator[pb.PullResponse]:
+    async def _block(self, fetch_id: int, name: BlockName, data: Content) -> AsyncIterator[pb.PullResponse]:
         size = len(data)
         while not self._window.has_room(size):
             if self._over:
@@ -284,9 +285,9 @@ class _Stream:
         future.add_done_callback(lambda _: self._read_ended())
         return _Reading(ids, future)
 
-    async def _contents(self, reading: _Reading) -> list[bytes | None]:
+    async def _contents(self, reading: _Reading) -> list[Content | None]:
         """Return the content of each requested block, or None for a missing block."""
-        nothing: list[bytes | None] = [None] * len(reading.ids)
+        nothing: list[Content | None] = [None] * len(reading.ids)
         if reading.future is None:
             return nothing
         try:

@@ -12,6 +12,7 @@ from penstock_common.observability.logging import get_logger
 from penstock_common.rpc.outputs import TakeShared, payload, take_chunk, taker
 from penstock_common.tensors.chunks import Buffer, IncomingTensors
 from penstock_common.types.kv_transfer import STATE_GROUP, BlockName
+from penstock_enginecore.kv_transfer.core.base import Content
 
 # Flow control.
 
@@ -72,7 +73,7 @@ class Sender(Protocol):
     name: str
     agent: bytes
 
-    def messages(self, fetch_id: int, name: BlockName, data: bytes) -> Iterator[pb.PullResponse]:
+    def messages(self, fetch_id: int, name: BlockName, data: Content) -> Iterator[pb.PullResponse]:
         """Yield the messages that transfer a block."""
 
     def acknowledged(self, num_bytes: int) -> None:
@@ -91,15 +92,15 @@ class GrpcSender:
     def __init__(self) -> None:
         self._last_id = 0
 
-    def messages(self, fetch_id: int, name: BlockName, data: bytes) -> Iterator[pb.PullResponse]:
+    def messages(self, fetch_id: int, name: BlockName, data: Content) -> Iterator[pb.PullResponse]:
         """Yield the chunks of a block, if the block is too large for one message, and then the block's message."""
         block = block_message(fetch_id, name, data)
         if len(data) <= MESSAGE_BYTES:
-            block.data.inline = data
+            block.data.inline = bytes(data)
         else:
             self._last_id += 1
             for offset in range(0, len(data), MESSAGE_BYTES):
-                piece = data[offset : offset + MESSAGE_BYTES]
+                piece = bytes(data[offset : offset + MESSAGE_BYTES])
                 size = 0 if offset else len(data)
                 yield pb.PullResponse(
                     chunk=tensor_pb2.TensorChunk(transfer_id=self._last_id, offset=offset, data=piece, size=size)
@@ -121,7 +122,7 @@ class SharedSlots(Protocol):
 
     name: str
 
-    def put(self, data: bytes) -> int | None:
+    def put(self, data: Content) -> int | None:
         """Copy ``data`` to a slot. Return the slot's offset, or None if no slot is free. Raises OSError if the shared
         memory cannot be written.
         """
@@ -146,7 +147,7 @@ class SlotSender(GrpcSender):
         up to the end of the slot's block.
         """
 
-    def messages(self, fetch_id: int, name: BlockName, data: bytes) -> Iterator[pb.PullResponse]:
+    def messages(self, fetch_id: int, name: BlockName, data: Content) -> Iterator[pb.PullResponse]:
         """Yield the message that names the block's slot. If no slot is free, yield messages with the block's bytes."""
         self._num_sent += len(data)
         try:
@@ -174,7 +175,7 @@ class SlotSender(GrpcSender):
             self._arena.give_back(self._unread.popleft()[1])
 
 
-def block_message(fetch_id: int, name: BlockName, data: bytes) -> pb.Block:
+def block_message(fetch_id: int, name: BlockName, data: Content) -> pb.Block:
     """Return the message for a block, without the bytes of the block."""
     return pb.Block(
         fetch_id=fetch_id,

@@ -146,6 +146,22 @@ def test_the_configured_pool_size_wins(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("device", "disk", "prepared"), [("cuda", "d", ["prepare"] * 2), ("cuda", "", []), ("cpu", "d", [])]
+)
+def test_gpus_lock_the_memory_for_copies_of_blocks_at_start(device: str, disk: str, prepared: list[str]) -> None:
+    worker, called = Worker.__new__(Worker), list[str]()
+    faked: Any = worker
+    faked._engine = SimpleNamespace(
+        cache=SimpleNamespace(disk=disk), kv_transfer=SimpleNamespace(enabled=False, connector="")
+    )
+    faked._device, faked._kernels = torch.device(device), None
+    faked._runner = SimpleNamespace(initialize_kv_cache=lambda config: None, graph_capture=None)
+    faked.copies = faked.state_copies = SimpleNamespace(begin=called.append)
+    worker.initialize_kv_cache(SimpleNamespace())
+    assert called == prepared
+
+
+@pytest.mark.parametrize(
     ("device", "step_tokens", "warmed"), [("cuda", 2048, True), ("cuda", 512, False), ("cpu", 2048, False)]
 )
 def test_gpus_with_a_configured_pool_size_still_run_a_step_without_a_graph(

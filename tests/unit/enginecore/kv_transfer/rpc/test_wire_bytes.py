@@ -12,6 +12,8 @@ import grpc
 import msgspec
 import pytest
 
+from penstock_common.types.kv_transfer import BlockName
+from penstock_enginecore.kv_transfer.rpc.transports import MESSAGE_BYTES, GrpcSender
 from tests.fakes.kv_engines import FakeKvEngine, content, names_of
 from tests.fakes.network.tcp_proxy import TcpProxy
 
@@ -69,6 +71,17 @@ class Counted:
             )
 
         monkeypatch.setattr(grpc, "stream_stream_rpc_method_handler", handler)
+
+
+@pytest.mark.parametrize("block_bytes", [5, MESSAGE_BYTES, 2 * MESSAGE_BYTES + 3])
+def test_blocks_of_gpus_and_of_cpus_are_the_same_messages(block_bytes: int) -> None:
+    """A GPU's block is a memoryview, and a CPU's block is bytes."""
+    name, data = BlockName(0, b"hash"), bytes(range(251)) * (block_bytes // 251) + bytes(block_bytes % 251)
+    of_cpu, of_gpu = (
+        [message.SerializeToString(deterministic=True) for message in GrpcSender().messages(1, name, each)]
+        for each in (data, memoryview(bytearray(data)))
+    )
+    assert of_cpu == of_gpu
 
 
 @pytest.mark.parametrize("block_bytes", [8 << 10, 384 << 10, 5 << 19], ids=["8 KiB", "384 KiB", "2.5 MiB, in chunks"])
