@@ -66,6 +66,7 @@ def _update(plan: Plan, case: UpdateCase, limits: SlotLimits, device: torch.devi
         seconds = machine.seconds_in_a_row(
             device, lambda: adapters.add_to(0, x, 1.0, out), rounds=rounds, warm_up=min(WARM_UP, rounds)
         )
+    adapters.release()
     return {"ms": seconds * 1e3, "error": _error(found, x, segments, made)}
 
 

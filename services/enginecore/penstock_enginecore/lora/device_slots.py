@@ -1,10 +1,9 @@
-"""Slots of device memory for adapters: layout of the slots, assignment of slots to adapters, and copies into slots."""
+"""Slots of device memory for adapters: their layout, their assignment to adapters, and adapters in this layout."""
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -13,8 +12,8 @@ import torch
 from penstock_common.memory import in_units
 from penstock_enginecore.attention.base import IntArray
 from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment, LowRankUpdate, expect_features
+from penstock_enginecore.lora.slot_copies import Pairs
 from penstock_enginecore.models.errors import ModelLoadError
-from penstock_enginecore.worker.device_thread import use_device
 
 # Inputs of the kernels that add adapters to a matrix product: the positions of the adapters' matrices in the slots, and
 # tiles of the rows (tokens) that have adapters.
@@ -309,7 +308,7 @@ class DeviceSlots:
         return slot
 
 
-# The memory of the slots, and copies into that memory.
+# The memory of the slots, and adapters in the layout of that memory.
 
 logger = logging.getLogger(__name__)
 
@@ -336,7 +335,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """An adapter in host memory, in the layout of a slot.
+    """An adapter in host memory, in the layout of a slot. The memory is not page-locked.
 
     Attributes:
         numbers: Matrices of all places.
@@ -347,49 +346,6 @@ class Image:
     numbers: torch.Tensor
     table: torch.Tensor
     updates: tuple[bool, ...]
-
-
-class Copies(Protocol):
-    """Copies data to a device while the device computes."""
-
-    def begin(self, copy: Callable[[], None]) -> Any:
-        """Start ``copy`` once all launched work is done, because earlier steps may read the memory that ``copy``
-        overwrites. Does not block the host. Returns a handle for ``await_end``.
-        """
-
-    def await_end(self, end: Any) -> None:
-        """Make all work that is launched after this call wait for the copy. Does not block the host."""
-
-
-class SideStream:
-    """Copies to a GPU on a separate stream."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def begin(self, copy: Callable[[], None]) -> torch.cuda.Event:
-        """Start ``copy`` on the separate stream. Returns an event that marks the end of the copy."""
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            copy()
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(self._stream)
-        return event
-
-    def await_end(self, end: torch.cuda.Event) -> None:
-        """Make the current stream wait for the event."""
-        torch.cuda.current_stream().wait_event(end)
-
-
-class AtOnce:
-    """Copies on a CPU, synchronously."""
-
-    def begin(self, copy: Callable[[], None]) -> None:
-        """Run ``copy`` and return after it has ended."""
-        copy()
-
-    def await_end(self, end: None) -> None:
-        """Do nothing, because the copy is already complete."""
 
 
 class SlotMemory:
@@ -465,10 +421,8 @@ class SlotMemory:
             raise ValueError(f"layer {min(left)} does not support LoRA adapters on this device")
         ranks = [[0 if update is None else update.rank for update in updates] for updates in taken]
         sizes = [shape.numbers(own) for shape, own in zip(self._shapes, ranks, strict=True)]
-        on_gpu = self._device.type == "cuda"
-        use_device(self._device)  # This may be the loader's thread, in which page-locked memory needs a current device.
-        numbers = torch.zeros(sum(sizes), dtype=self._dtype, pin_memory=on_gpu)
-        table = torch.zeros(sum(shape.columns for shape in self._shapes), dtype=torch.int64, pin_memory=on_gpu)
+        numbers = torch.zeros(sum(sizes), dtype=self._dtype)
+        table = torch.zeros(sum(shape.columns for shape in self._shapes), dtype=torch.int64)
         starts = np.cumsum([0, *sizes[:-1]])
         views = np.split(table.numpy(), np.cumsum([shape.columns for shape in self._shapes])[:-1])
         for shape, updates, start, view in zip(self._shapes, taken, starts.tolist(), views, strict=True):
@@ -477,10 +431,9 @@ class SlotMemory:
             raise ValueError("the adapter's weights, multiplied by the adapter's scale, exceed the range of float16")
         return Image(numbers, table, tuple(map(any, ranks)))
 
-    def copy(self, image: Image, slot: int) -> None:
-        """Start to copy ``image`` to ``slot`` on the current stream."""
-        self._numbers[slot, : len(image.numbers)].copy_(image.numbers, non_blocking=True)
-        self._table[slot].copy_(image.table, non_blocking=True)
+    def pairs(self, image: Image, slot: int) -> Pairs:
+        """Return the tensors of ``slot``, each with the tensor of ``image`` to copy there."""
+        return [(self._numbers[slot, : len(image.numbers)], image.numbers), (self._table[slot], image.table)]
 
     def _take(self, place: Place, left: dict[str, LowRankUpdate]) -> list[LowRankUpdate | None]:
         """Remove the updates of a place's layers from ``left`` and return them."""

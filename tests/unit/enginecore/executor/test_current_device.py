@@ -15,8 +15,7 @@ import torch
 from penstock_enginecore.config import EngineCoreConfig, ExecutorConfig, ModelConfig
 from penstock_enginecore.executor.worker import Worker
 from penstock_enginecore.kv_transfer.kv_copy import WorkerCopies
-from penstock_enginecore.lora.adapter import LoraAdapter
-from penstock_enginecore.lora.device_slots import Place, SlotLimits, SlotMemory
+from penstock_enginecore.lora.slot_copies import StagedCopies
 from penstock_enginecore.worker.device_thread import DeviceThread, Late, begin_copy
 from penstock_enginecore.worker.messages import WorkerConfig
 from tests.fakes.fake_cudart import FakeCudart
@@ -102,20 +101,19 @@ def test_copies_of_kv_blocks_run_on_the_device_of_the_blocks(cuda: FakeCuda) -> 
     assert {device for _, device in cuda.used} == {SECOND}
 
 
-def test_adapters_are_page_locked_for_their_device(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    zeros = torch.zeros
-
-    def locked(*size: int, pin_memory: bool, **options: Any) -> torch.Tensor:
-        assert pin_memory
-        cuda.use()
-        return zeros(*size, **options)
-
-    monkeypatch.setattr(torch, "zeros", locked)
-    slots = SlotMemory([Place({"one": (8, 12)})], SlotLimits(2, 4), torch.float32, SECOND)
-    loader = DeviceThread("lora loader")
-    loader.call(lambda: slots.image(LoraAdapter(b"digest", {})))
-    loader.stop()
-    assert cuda.used == [("lora loader", SECOND)] * 2
+def test_adapters_are_copied_by_a_thread_whose_device_is_theirs(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory, **options: empty(*size, **options))
+    cuda.set_device(SECOND)  # as in the thread that loads the model
+    copies = StagedCopies.on(SECOND)
+    target = torch.zeros(8)
+    copies.await_end(copies.begin([(target, torch.ones(8))]))
+    copies.finish()
+    assert target.all()
+    assert {name for name, _ in cuda.used} == {threading.current_thread().name, "lora copies"}
+    assert {device for _, device in cuda.used} == {SECOND}
 
 
 def test_results_are_awaited_with_the_device_of_the_results(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:

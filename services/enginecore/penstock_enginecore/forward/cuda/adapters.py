@@ -2,8 +2,8 @@
 current steps.
 
 A step's rows with adapters are arranged in tiles. Each tile has rows of one adapter. For steps of padded shapes, the
-tensors with tiles never move. An adapter without a slot is copied on a separate stream. A step with this adapter waits
-for the copy on the device, and other steps do not wait.
+tensors with tiles never move. An adapter without a slot is copied on a separate stream and thread. A step with this
+adapter waits for the copy, and other steps do not wait.
 """
 
 import logging
@@ -32,18 +32,16 @@ from penstock_enginecore.lora.adapter import (
 )
 from penstock_enginecore.lora.device_slots import (
     TILE_ROWS,
-    AtOnce,
-    Copies,
     DeviceSlots,
     Image,
     Place,
     RowTiles,
-    SideStream,
     SlotLimits,
     SlotMemory,
     lay_out,
     most_tiles,
 )
+from penstock_enginecore.lora.slot_copies import AtOnce, Copies, StagedCopies
 from penstock_enginecore.lora.target import AdapterTarget
 from penstock_enginecore.models.quantization.layers import QuantizedLinear
 
@@ -100,7 +98,7 @@ class DeviceAdapters:
         places: The matrix products that adapters may update.
         limits: Limits on the number of slots and on the ranks of adapters.
         dtype: The model's dtype.
-        copies: Copies adapters to the device. Defaults to a side stream on GPUs.
+        copies: Copies adapters to the device. Defaults to ``StagedCopies`` on GPUs.
     """
 
     def __init__(
@@ -116,7 +114,7 @@ class DeviceAdapters:
         self._limits = limits
         self._device = device
         self._kernels = kernels
-        self._copies: Copies = copies or (SideStream(device) if device.type == "cuda" else AtOnce())
+        self._copies: Copies = copies or (StagedCopies.on(device) if device.type == "cuda" else AtOnce())
         self._images: dict[bytes, Image] = {}
         self._slots = DeviceSlots(limits.max_loras)
         self._coming: dict[bytes, Any] = {}
@@ -139,6 +137,7 @@ class DeviceAdapters:
         """Free the device memory of adapters. The adapters stay in host memory and are copied to slots again when steps
         need them.
         """
+        self._copies.finish()
         self._captured = self._large = None
         self._slots.clear()
         self._coming.clear()
@@ -188,7 +187,7 @@ class DeviceAdapters:
         for digest, slot in self._slots.begin_step([each.digest for each in (*segments, *of_rows)]).items():
             self._begin_copy(digest, slot)
         for digest in {each.digest for each in (*segments, *of_rows)} & self._coming.keys():
-            self._copies.await_end(self._coming.pop(digest))
+            self._await_copy(digest)
         tiles.load(segments, of_rows, self._slots)
         self._step = tiles, *tiles.of(shape)
         try:
@@ -213,7 +212,14 @@ class DeviceAdapters:
         self._kernels.add_low_rank(x, self.memory.matrices[place], own, tiles.scratch, scale, out)
 
     def _begin_copy(self, digest: bytes, slot: int) -> None:
-        self._coming[digest] = self._copies.begin(partial(self.memory.copy, self._images[digest], slot))
+        self._coming[digest] = self._copies.begin(self.memory.pairs(self._images[digest], slot))
+
+    def _await_copy(self, digest: bytes) -> None:
+        try:
+            self._copies.await_end(self._coming.pop(digest))
+        except BaseException:  # The slot may contain a part of the adapter, so the next step must copy it again.
+            self._slots.remove(digest)
+            raise
 
     def _tiles_for(self, shape: StepShape) -> StepTiles:
         """Return the tiles for a step of ``shape``. Tiles for padded shapes never move. Tiles for larger shapes are
@@ -496,6 +502,7 @@ def _prove(kernels: "TritonKernels", dtype: torch.dtype, device: torch.device) -
         for update, out in zip(own.values(), torch.split(expected, [160, 48], dim=1), strict=True):
             PlainAddition(update.a.to(device), update.b.to(device))(x[rows], out[rows])
     untouched = all(torch.equal(found[row], before[row]) for row in (0, 18, 20))
+    adapters.release()
     return distance(found - before, expected - before), untouched
 
 

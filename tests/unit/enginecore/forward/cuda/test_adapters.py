@@ -25,6 +25,7 @@ from penstock_enginecore.forward.dummy_inputs import blank_step
 from penstock_enginecore.forward.modules import ModulesForward, probe_model
 from penstock_enginecore.lora.adapter import AdaptedForward, LoraAdapter, LoraSegment, LowRankUpdate
 from penstock_enginecore.lora.device_slots import Place, SlotLimits
+from penstock_enginecore.lora.slot_copies import Pairs
 from penstock_enginecore.models.errors import ModelLoadError, UnsuitableError
 from penstock_enginecore.models.loader import load_model
 from penstock_enginecore.pooling.embedder import load_pooling_model
@@ -396,17 +397,20 @@ class Late:
     """Makes copies only when they are waited for, as may happen on a device."""
 
     def __init__(self) -> None:
-        self.waiting: list[Callable[[], None]] = []
+        self.waiting: list[Pairs] = []
 
-    def begin(self, copy: Callable[[], None]) -> int:
-        self.waiting.append(copy)
+    def begin(self, pairs: Pairs) -> int:
+        self.waiting.append(pairs)
         return len(self.waiting)
 
     def await_end(self, end: int) -> None:
         """Copies are done in their order."""
-        for copy in self.waiting[:end]:
-            copy()
-        self.waiting[:end] = [lambda: None] * end
+        for target, source in (pair for pairs in self.waiting[:end] for pair in pairs):
+            target.copy_(source)
+        self.waiting[:end] = [()] * end
+
+    def finish(self) -> None:
+        self.await_end(len(self.waiting))
 
 
 def test_a_step_waits_for_the_copies_of_its_own_adapters() -> None:
