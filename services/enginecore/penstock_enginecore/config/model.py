@@ -48,8 +48,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             description=(
                 "Weight quantization. auto: as in the checkpoint. int8: on CPUs, round the weights of linear layers, "
                 "except the output head, to 8-bit integers with one scale per row. fp8: on GPUs, round these weights "
-                "to 8-bit floats with one scale per row. Both halve the time to read weights in decode steps of a few "
-                "requests."
+                "and the weights of experts to 8-bit floats with one scale per row. Both halve the time to read these "
+                "weights in decode steps of a few requests."
             )
         ),
     ] = "auto"

@@ -284,20 +284,22 @@ def _refuse(config: EngineCoreConfig, reasons: Mapping[str, bool]) -> None:
 
 
 def round_weights(module: Any, quantization: Quantization) -> None:
-    """Round the weights of all linear layers, except the output head, as ``quantization`` says.
+    """Round the weights of all linear layers, except the output head, as ``quantization`` says. "fp8" also rounds the
+    weights of experts.
 
     The head is excluded, because its weights have the most influence on which tokens are most likely.
     """
     if quantization == "auto":
         return
     if quantization == "int8":
-        numbers, error = "integers", round_linears(module, but=module.get_output_embeddings())
+        kinds, numbers, error = "", "integers", round_linears(module, but=module.get_output_embeddings())
     else:
-        numbers, error = "floats", round_to_float8(module)
+        kinds, numbers, error = ", and of experts,", "floats", round_to_float8(module)
     logger.info(
-        "rounded the weights of all linear layers except the output head to 8-bit %s (max_difference_percent is the "
-        "largest norm of a layer's rounding errors, as a percentage of the norm of the layer's weights) "
+        "rounded the weights of all linear layers except the output head%s to 8-bit %s (max_difference_percent is the "
+        "largest norm of a weight's rounding errors, as a percentage of the norm of the weight) "
         "max_difference_percent=%.2g",
+        kinds,
         numbers,
         100 * error,
     )

@@ -137,12 +137,16 @@ class QuantizedStack(torch.nn.Module):
         projections: Matrices whose rows are concatenated, each as a mapping from suffix to part. The first dimension of
             each part is the experts.
         merged: Whether there is only one projection, and ``scheme`` dequantizes the matrices of all experts at once.
+        transposed: Whether the model's own module has the transposed matrices. Only without ``merged``.
     """
 
-    def __init__(self, scheme: Scheme, projections: Sequence[Tensors], *, merged: bool) -> None:
+    def __init__(
+        self, scheme: Scheme, projections: Sequence[Tensors], *, merged: bool, transposed: bool = False
+    ) -> None:
         super().__init__()
         self.scheme = scheme
         self.merged = merged
+        self.transposed = transposed
         self._suffixes = tuple(tuple(tensors) for tensors in projections)
         for i, tensors in enumerate(projections):
             for suffix, tensor in tensors.items():
@@ -169,10 +173,11 @@ class QuantizedStack(torch.nn.Module):
         if self.merged:
             return self.scheme.dequantize(self.projections[0], dtype)
         count = len(next(iter(self.projections[0].values())))
-        found = (
+        joined = (
             torch.cat([self.scheme.dequantize(part, dtype) for part in self.of_expert(expert)])
             for expert in range(count)
         )
+        found = (weight.t() if self.transposed else weight for weight in joined)
         first = next(found)
         whole = first.new_empty(count, *first.shape)
         whole[0] = first
