@@ -253,6 +253,7 @@ def computes_of(config: EngineCoreConfig, model: ModelInfo) -> dict[str, str]:
             enable_in_reasoning=config.structured_output.enable_in_reasoning,
             tensor_parallel_size=config.executor.tensor_parallel_size,
             cache_dtype=config.cache.dtype,
+            fp8_activations=config.kernels.fp8_activations,
             batch_invariant=config.kernels.batch_invariant,
         ),
     )

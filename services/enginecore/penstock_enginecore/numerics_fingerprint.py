@@ -45,6 +45,7 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
         enable_in_reasoning: Whether constraints also apply to the model's reasoning.
         tensor_parallel_size: Number of ranks whose partial sums are added. This number changes the rounding of sums.
         cache_dtype: The dtype of the KV cache, or "auto" for the model's dtype.
+        fp8_activations: Whether large steps may round activations to 8-bit floats: "auto" or "off".
         batch_invariant: Whether the kernels add numbers in an order that does not depend on the batch.
     """
 
@@ -55,6 +56,7 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
     enable_in_reasoning: bool = False
     tensor_parallel_size: int = 1
     cache_dtype: str = "auto"
+    fp8_activations: str = "auto"
     batch_invariant: bool = False
 
 
@@ -103,6 +105,7 @@ def _settings(config: ModelConfig, loaded: Loaded) -> dict[str, str]:
         "enable_in_reasoning": loaded.enable_in_reasoning and "true",
         "tensor_parallel_size": loaded.tensor_parallel_size > 1 and str(loaded.tensor_parallel_size),
         "cache_dtype": loaded.cache_dtype != "auto" and loaded.cache_dtype,
+        "fp8_activations": loaded.fp8_activations != "auto" and loaded.fp8_activations,
         "batch_invariant": loaded.batch_invariant and "true",
         "quantization": config.quantization != "auto" and config.quantization,
         "revision": config.revision,

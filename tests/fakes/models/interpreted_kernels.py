@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 _ROOM = "penstock_enginecore.forward.cuda.kernels"
 NO_TRITON = "Triton is in torch's CUDA build; beside the CPU build: pip install triton"
@@ -43,6 +44,26 @@ def sum_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
         return interpreter.TensorHandle(total + d.data, d.dtype.scalar)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+
+
+def round_float8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the interpreter convert float32 to 8-bit floats as a GPU does: to the nearest number, ties to even.
+
+    The interpreter loses the carry of a mantissa that is rounded up, and rounds ties up.
+    """
+    interpreted("attention")
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+
+    def converted(data: Any, source: Any, target: Any, mode: Any) -> Any:
+        if (source, target) != (tl.float32, tl.float8e4nv):
+            return convert(data, source, target, mode)
+        numbers = torch.from_numpy(np.ascontiguousarray(data)).to(torch.float8_e4m3fn)
+        return numbers.view(torch.uint8).numpy()
+
+    monkeypatch.setattr(interpreter, "_convert_float", converted)
 
 
 def multiply_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ WRITTEN = {
 WRITTEN |= {"write": (3, 4), "product": (4,), "grouped_product": (4,), "weighted_sum": (3,), "sample": (2, 3, 4)}
 WRITTEN |= {"route": (4, 5), "align": (1, 2)}
 WRITTEN["quantized_grouped_product"] = (4,)
-WRITTEN["dequantize"] = (1,)
+WRITTEN |= {"dequantize": (1,), "scaled_product": (4,)}
 WRITTEN["add_low_rank"] = (3, 5)
 WRITTEN |= {"latent_prologue": (6, 7), "turn_queries": (4,), "attend_latent": (4,)}
 """Indexes of the arguments to which a launch writes, by launch."""

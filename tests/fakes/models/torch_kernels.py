@@ -34,6 +34,7 @@ class TorchKernels:
 
     def __init__(self, *, batch_invariant: bool = False) -> None:
         self.batch_invariant = batch_invariant
+        self.rounds_activations = False
 
     def prologue(
         self,
@@ -157,6 +158,12 @@ class TorchKernels:
         dense = _dense(weight, *weight.tensors)
         total = x.double() @ dense.t() + (0.0 if bias is None else bias.double())
         out.copy_(total * scale)
+
+    def scaled_product(
+        self, x: torch.Tensor, weight: Float8Weight, bias: torch.Tensor | None, scale: float, out: torch.Tensor
+    ) -> None:
+        numbers, scales = rounded_rows(x)
+        self.quantized_product(numbers.double() * scales, weight, bias, scale, out)
 
     def dequantize(self, weight: QuantizedWeight, out: torch.Tensor) -> None:
         out.copy_(_dense(weight, *weight.tensors))
@@ -343,3 +350,10 @@ def _first_seen(position: int, params: AttentionParams) -> int:
     if params.attention_chunk is not None:
         first = max(first, position // params.attention_chunk * params.attention_chunk)
     return first
+
+
+def rounded_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows of ``x`` as 8-bit floats, and the rows' scales, float32 ``[rows, 1]``."""
+    scales = x.float().abs().amax(1, keepdim=True) / 448
+    scales = torch.where(scales > 0, scales, 1.0)
+    return (x.float() / scales).clamp(-448, 448).to(torch.float8_e4m3fn), scales

@@ -65,6 +65,8 @@ def test_another_kv_cache_is_another_variant(original: Path) -> None:
     assert differing(exact, rounded) == {"cache_dtype"}
     ordered = values(original, msgspec.structs.replace(LOADED, batch_invariant=True))
     assert differing(exact, ordered) == {"batch_invariant"}
+    unrounded = values(original, msgspec.structs.replace(LOADED, fp8_activations="off"))
+    assert differing(exact, unrounded) == {"fp8_activations"}
 
 
 def test_parts_of_the_model_make_a_difference(original: Path) -> None:

@@ -341,6 +341,17 @@ class KernelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             )
         ),
     ] = ""
+    fp8_activations: Annotated[
+        Literal["auto", "off"],
+        Meta(
+            description=(
+                "Round inputs of linear layers to 8-bit floats, in steps of at least 512 tokens on GPUs. auto: if the "
+                "checkpoint has 8-bit weights with a scale per row or tensor, and its config says that activations have "
+                "8-bit floats, on GPUs of compute capability 8.9 or more. off: never. Ignored with "
+                "kernels.batch_invariant and with float32."
+            )
+        ),
+    ] = "auto"
     batch_invariant: Annotated[
         bool,
         Meta(

@@ -22,6 +22,7 @@ from penstock_enginecore.attention.kv_cache import FLOAT8, KVArena, LayerCache, 
 from penstock_enginecore.config import KernelsConfig
 from penstock_enginecore.core.worker_stats import GraphStats
 from penstock_enginecore.forward.base import ForwardBatch, ForwardOutput, ForwardPass
+from penstock_enginecore.forward.cuda.activations import rounds_activations
 from penstock_enginecore.forward.cuda.adapters import DeviceAdapters, ProductAdapters, unadapted, why_not
 from penstock_enginecore.forward.cuda.buffers import CacheShape, KeptHidden, Step, StepMemory, StepShape, shape_of
 from penstock_enginecore.forward.cuda.graphs import Padded, StepGraphs, cuda_graphs
@@ -575,6 +576,8 @@ def _build(probed: ProbedModel, uses: KernelsConfig, lora: SlotLimits | None) ->
         raise UnsuitableError(f"the decoder's kernels cannot be compiled: {e}") from e
     graphs = cuda_graphs() if uses.graphs else None
     kernels = TritonKernels(batch_invariant=uses.batch_invariant)
+    model = probed.model
+    kernels.rounds_activations = rounds_activations(kernels, uses, model.module, model.dtype, probed.device)
     if lora is not None and (reason := why_not(kernels, probed.model.dtype, probed.device)):
         raise UnsuitableError(reason)
     return FusedForward(probed, kernels, graphs, lora)

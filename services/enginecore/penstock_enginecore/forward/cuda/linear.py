@@ -97,8 +97,9 @@ def keeps(scheme: Scheme) -> bool:
 
 
 MANY_ROWS = 512
-"""Number of rows from which a product dequantizes its weight. Then each converted element is used so often that torch's
-products of 16-bit weights are faster than products that convert the weight in each tile of rows.
+"""Number of rows from which a product dequantizes its weight, or rounds its activations. Then each converted element is
+used so often that torch's products of dense weights are faster than products that convert the weight in each tile of
+rows.
 """
 
 
@@ -107,13 +108,17 @@ class QuantizedProduct(Held):
     ``Dense``.
 
     Products of at least ``MANY_ROWS`` rows with 16-bit elements dequantize the whole weight to temporary memory, and
-    multiply by torch. Batch-invariant products never do so.
+    multiply by torch. If ``rounds`` is true and ``kernels.rounds_activations`` too, they round activations to 8-bit
+    floats instead, and multiply 8-bit floats. Batch-invariant products never do so.
     """
 
-    def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None, kernels: "TritonKernels") -> None:
+    def __init__(
+        self, weight: QuantizedWeight, bias: torch.Tensor | None, kernels: "TritonKernels", *, rounds: bool = False
+    ) -> None:
         self.bias = bias
         self._weight = weight
         self._kernels = kernels
+        self._rounds = rounds
 
     @property
     def out_features(self) -> int:
@@ -129,28 +134,24 @@ class QuantizedProduct(Held):
         return [*self._weight.tensors, *([] if self.bias is None else [self.bias])]
 
     def product(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        dense = self._dense(x)
-        if dense is not None:
-            dense.product(x, out)
-        else:
-            self._kernels.quantized_product(x, self._weight, None, 1.0, out)
+        self._multiply(x, None, 1.0, out)
 
     def affine(self, x: torch.Tensor, out: torch.Tensor, scale: float = 1.0) -> None:
-        dense = self._dense(x)
-        if dense is not None:
-            dense.affine(x, out, scale)
-        else:
-            self._kernels.quantized_product(x, self._weight, self.bias, scale, out)
+        self._multiply(x, self.bias, scale, out)
 
-    def _dense(self, x: torch.Tensor) -> "Dense | None":
-        """Return a product with the dequantized weight if ``x`` has many rows, otherwise None. Each call allocates the
-        memory of the dequantized weight, so that CUDA graphs can capture the call.
+    def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None, scale: float, out: torch.Tensor) -> None:
+        """Compute the product. Each call with many rows allocates the memory of another form of the weight, so that CUDA
+        graphs can capture the call.
         """
-        if len(x) < MANY_ROWS or x.dtype == torch.float32 or self._kernels.batch_invariant:
-            return None
-        weight = x.new_empty(self.out_features, self.in_features)
-        self._kernels.dequantize(self._weight, weight)
-        return Dense(weight, self.bias)
+        kernels, weight = self._kernels, self._weight
+        if len(x) < MANY_ROWS or x.dtype == torch.float32 or kernels.batch_invariant:
+            kernels.quantized_product(x, weight, bias, scale, out)
+        elif self._rounds and kernels.rounds_activations and isinstance(weight, Float8Weight):
+            kernels.scaled_product(x, weight, bias, scale, out)
+        else:
+            dense = x.new_empty(self.out_features, self.in_features)
+            kernels.dequantize(weight, dense)
+            Dense(dense, bias).affine(x, out, scale)
 
     def to(self, device: torch.device) -> None:
         self._weight = self._weight.to(device)
@@ -173,7 +174,10 @@ def quantized_product(
     scheme = next(iter(schemes))
     if len(schemes) == 1 and keeps(scheme):
         if isinstance(scheme, Float8 | PackedFloat8):
-            return QuantizedProduct(_float8(linears, scheme), bias, kernels)
+            weight = _float8(linears, scheme)
+            # Torch's product of 8-bit floats needs one scale per row, and a multiple of 16 rows.
+            fits = weight.width >= weight.in_features and len(weight.numbers) % 16 == 0
+            return QuantizedProduct(weight, bias, kernels, rounds=scheme.rounds_activations and fits)
         if isinstance(scheme, Awq | Gptq | Packed):
             return QuantizedProduct(joined([int4_weight(linear.tensors, scheme) for linear in linears]), bias, kernels)
     named = ", ".join(sorted(each.name for each in schemes))

@@ -96,6 +96,11 @@ class PackedFloat8:
         return self.stored.name
 
     @property
+    def rounds_activations(self) -> bool:
+        """Whether the checkpoint was quantized for 8-bit activations."""
+        return self.stored.rounds_activations
+
+    @property
     def parts(self) -> tuple[Part, ...]:
         """Tensors of a weight in the checkpoint."""
         return self.stored.parts

@@ -21,6 +21,7 @@ from penstock_enginecore.forward.cuda.kernels import (
     mixture,
     norm,
     quantized,
+    scaled,
 )
 from penstock_enginecore.forward.cuda.kernels import latent_attention as latent
 from penstock_enginecore.forward.cuda.kernels import prologue as heads
@@ -33,7 +34,8 @@ class TritonKernels:
     A call launches its work and returns without waiting. The host reads no results, and no tensor shape depends on a
     value on the device. Therefore a CUDA graph can capture and replay a sequence of calls.
 
-    If ``batch_invariant`` is true, the results of a row are bit-identical in every batch and in steps of any size. All
+    If ``batch_invariant`` is true, the results of a row are bit-identical in every batch and in steps of any size. If
+    ``rounds_activations`` is true, products of many rows may round activations to 8-bit floats. All
     attention calls use the same scratch memory, because layers and steps run one after the other.
     """
 
@@ -48,10 +50,12 @@ class TritonKernels:
     align = staticmethod(mixture.align)
     weighted_sum = staticmethod(mixture.weighted_sum)
     dequantize = staticmethod(quantized.dequantize)
+    scaled_product = staticmethod(scaled.scaled_product)
     add_low_rank = staticmethod(lora.add_low_rank)
 
     def __init__(self, *, batch_invariant: bool = False) -> None:
         self.batch_invariant = batch_invariant
+        self.rounds_activations = False
         self.quantized_product = partial(quantized.quantized_product, invariant=batch_invariant)
         self.grouped_product = partial(grouped.grouped_product, invariant=batch_invariant)
         self.quantized_grouped_product = partial(quantized.quantized_grouped_product, invariant=batch_invariant)

@@ -21,10 +21,12 @@ class Float8:
         granularity: Number of elements with one scale: ``"tensor"`` for all, ``"row"`` for one row (output feature), or
             the (rows, columns) of a block. The last blocks of a dimension may be smaller.
         scale: Suffix in the name of the scales' tensor.
+        rounds_activations: Whether the checkpoint was quantized for 8-bit activations. Only without blocks.
     """
 
     granularity: Literal["tensor", "row"] | tuple[int, int]
     scale: str
+    rounds_activations: bool = False
 
     @property
     def name(self) -> str:

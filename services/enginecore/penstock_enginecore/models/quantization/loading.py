@@ -266,7 +266,7 @@ def load_quantized(found: QuantizedCheckpoint, dense: torch.dtype, *, keep: bool
     found.config.__dict__.pop("quantization_config", None)
     with open_tensors(found.directory) as every:
         if unused := sum(name.endswith(_OF_ACTIVATIONS) for name in every):
-            logger.info("ignoring %d activation scales, because the engine does not quantize activations", unused)
+            logger.info("ignoring %d activation scales, because the engine computes the scales of activations", unused)
         weights = dense_weights(without_scales(every), found.scheme, dense)
         kept = kept_modules(_skeleton(found), weights) if keep else []
         _tell(found.scheme, weights, kept, dense)

@@ -72,7 +72,7 @@ def _fp8(fields: _Fields) -> Scheme:
     fields.one_of("expert_dtype", ("fp8", None))
     _check_kv_cache(fields)
     if fields.values.get("weight_block_size") is None:
-        return Float8("tensor", "_scale")
+        return Float8("tensor", "_scale", rounds_activations=True)
     return Float8(fields.block("weight_block_size"), "_scale_inv")
 
 
@@ -91,7 +91,7 @@ def _check_kv_cache(fields: _Fields) -> None:
 
 
 def _fbgemm(fields: _Fields) -> Scheme:  # noqa: ARG001 - the method has no variants
-    return Float8("row", "_scale")
+    return Float8("row", "_scale", rounds_activations=True)
 
 
 def _awq(fields: _Fields) -> Scheme:
@@ -143,13 +143,16 @@ def _group(fields: _Fields, whole: Any) -> Scheme:
     the group has no format.
     """
     fields.absent("output_activations")
+    rounds = False
     if fields.values.get("input_activations") is not None:
-        fields.inner("input_activations").one_of("dynamic", (True, False), False)
+        inputs = fields.inner("input_activations")
+        inputs.one_of("dynamic", (True, False), False)
+        rounds = (inputs.values.get("type"), inputs.values.get("num_bits")) == ("float", 8)
     own = _Fields(fields.path, {**fields.values, "format": fields.values.get("format") or whole})
     form = own.one_of("format", ("float-quantized", "naive-quantized", "pack-quantized"))
     weights = fields.inner("weights")
     weights.one_of("dynamic", (False,), False)
-    return _packed(weights) if form == "pack-quantized" else _compressed_floats(weights)
+    return _packed(weights) if form == "pack-quantized" else _compressed_floats(weights, rounds=rounds)
 
 
 def _packed(weights: _Fields) -> Scheme:
@@ -161,13 +164,13 @@ def _packed(weights: _Fields) -> Scheme:
     return Packed(bits, weights.group_size() if strategy == "group" else -1, symmetric, order in ("group", "dynamic"))
 
 
-def _compressed_floats(weights: _Fields) -> Scheme:
+def _compressed_floats(weights: _Fields, *, rounds: bool) -> Scheme:
     weights.one_of("type", ("float",))
     weights.one_of("num_bits", (8,))
     strategy = weights.one_of("strategy", ("tensor", "channel", "block"))
     if strategy == "block":
         return Float8(weights.block("block_structure"), "_scale")
-    return Float8("row" if strategy == "channel" else "tensor", "_scale")
+    return Float8("row" if strategy == "channel" else "tensor", "_scale", rounds)
 
 
 _METHODS: Mapping[str, Callable[[_Fields], Scheme]] = {

@@ -35,9 +35,19 @@ def compressed(
     [
         (FP8, Float8((128, 128), "_scale_inv")),
         ({**FP8, "weight_block_size": [64, 128], "scale_fmt": "ue8m0"}, Float8((64, 128), "_scale_inv")),
-        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, Float8("tensor", "_scale")),
-        ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, Float8("row", "_scale")),
-        (compressed("float-quantized", FLOAT8, {"input_activations": TOKENS}), Float8("row", "_scale")),
+        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, Float8("tensor", "_scale", rounds_activations=True)),
+        (
+            {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},
+            Float8("row", "_scale", rounds_activations=True),
+        ),
+        (
+            compressed("float-quantized", FLOAT8, {"input_activations": TOKENS}),
+            Float8("row", "_scale", rounds_activations=True),
+        ),
+        (
+            compressed("float-quantized", FLOAT8, {"input_activations": {**TOKENS, "type": "int"}}),
+            Float8("row", "_scale"),
+        ),
         (compressed("naive-quantized", {**FLOAT8, "strategy": "tensor"}), Float8("tensor", "_scale")),
         (
             compressed("float-quantized", {**FLOAT8, "strategy": "block", "block_structure": [128, 128]}),
