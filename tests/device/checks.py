@@ -15,6 +15,7 @@ from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.engine_core import EngineCore
 from tests.device.adapters import alone, mixed
+from tests.device.float8 import activations, rounded_mixture
 from tests.device.speculation import speculation, speeds
 from tests.fakes.engines.in_process import build_engine, generate
 from tests.fakes.models.tiny_models import ARCHITECTURES, RECURRENT_ARCHITECTURES, VOCAB_SIZE, save_tiny_model
@@ -229,6 +230,8 @@ CHECKS: dict[str, Callable[[str], dict[str, Any]]] = {
     "sleeps": sleeps,
     "sleeps with kept addresses": partial(sleeps, keep_addresses=True),
     "eight_bits": eight_bits,
+    "fp8 activations": activations,
+    "fp8 mixture": rounded_mixture,
     "recorded": recorded,
     "recorded mixtral": partial(recorded, architecture="mixtral"),
     "recorded qwen3_moe float16": partial(recorded, architecture="qwen3_moe", dtype="float16"),

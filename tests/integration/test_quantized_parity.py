@@ -10,7 +10,7 @@ from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.engine_core import EngineCore
 from tests.fakes.engines.in_process import build_engine, generate
 from tests.fakes.models.fused_models import offer_fused
-from tests.fakes.models.quantized_models import FORMATS, save_quantized_model
+from tests.fakes.models.quantized_models import FORMATS, round_rows_to_float8, save_quantized_model
 from tests.fakes.models.tiny_models import VOCAB_SIZE, save_tiny_model
 from tests.fakes.models.transformers_greedy import greedy_tokens
 
@@ -125,21 +125,9 @@ def test_the_fused_decoder_gives_them_with_experts_that_are_rounded_at_load(
     sizes = {"q_lora_rank": 32, "v_head_dim": 16} if architecture == "deepseek_v3" else {}
     model = save_tiny_model(architecture, tmp_path, hidden_size=64, **sizes)
     dense = expected_tokens(model)
-    round_reference(model)
+    round_rows_to_float8(model)
     expected = expected_tokens(model)
     assert expected != dense
     engine = build_engine(tmp_path, model={"quantization": "fp8"})
     assert "fused decoder" in computing(engine)
     assert greedy(engine) == expected
-
-
-@torch.no_grad()
-def round_reference(model: torch.nn.Module) -> None:
-    """Round the weights of linear layers, except the head, and of experts to 8-bit floats with a scale per row."""
-    for module in model.modules():
-        is_linear = type(module) is torch.nn.Linear and module is not model.get_output_embeddings()
-        for name in ["weight"] if is_linear else {"gate_up_proj", "down_proj"} & module._parameters.keys():
-            weight = module.get_parameter(name)
-            rows = weight.mT if getattr(module, "is_transposed", False) else weight
-            scales = rows.abs().amax(-1, keepdim=True) / 448
-            rows.copy_((rows / scales).to(torch.float8_e4m3fn).float() * scales)

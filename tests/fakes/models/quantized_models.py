@@ -288,3 +288,15 @@ def _save(tensors: Tensors, directory: Path, shards: int) -> None:
         save_file({name: tensors[name] for name in names}, directory / file, {"format": "pt"})
         weight_map.update(dict.fromkeys(names, file))
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+@torch.no_grad()
+def round_rows_to_float8(model: Any) -> None:
+    """Round the weights of linear layers, except the head, and of experts to 8-bit floats with a scale per row."""
+    for module in model.modules():
+        is_linear = type(module) is torch.nn.Linear and module is not model.get_output_embeddings()
+        for name in ["weight"] if is_linear else {"gate_up_proj", "down_proj"} & module._parameters.keys():
+            weight = module.get_parameter(name)
+            rows = weight.mT if getattr(module, "is_transposed", False) else weight
+            scales = rows.abs().amax(-1, keepdim=True) / 448
+            rows.copy_((rows / scales).to(torch.float8_e4m3fn).float() * scales)

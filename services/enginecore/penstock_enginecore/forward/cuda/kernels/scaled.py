@@ -120,7 +120,8 @@ def rounded_row(x, numbers, scales, columns, MOST: tl.constexpr, BLOCK: tl.const
         inside = start + k < columns
         values = tl.load(x + row * columns + start + k, mask=inside, other=0.0).to(tl.float32)
         values = tl.div_rn(values, tl.zeros((BLOCK,), tl.float32) + scale)
-        # The division can exceed the largest number by a rounding error. NaN stays NaN.
+        # For compute capability 8.9, Triton converts by way of float16, so a number near the middle between two 8-bit
+        # floats may become either. The division can exceed the largest number by a rounding error. NaN stays NaN.
         values = tl.where(values > MOST, MOST, tl.where(values < -MOST, -MOST, values))
         tl.store(numbers + row * columns + start + k, values.to(tl.float8e4nv), mask=inside)
 
