@@ -83,10 +83,15 @@ class TorchKernels:
         out: torch.Tensor,
         scales: KVScales = UNSCALED,
     ) -> None:
+        if group.prompts is not None:
+            rest = group.prompts.attend(query, keys, values, group, params, out, scales)
+            if rest is None:
+                return
+            group = rest
         starts, lengths = group.query_start_loc.tolist(), group.seq_lens.tolist()
         block_size, heads_per_kv = keys.shape[2], query.shape[1] // keys.shape[1]
         for request, length in enumerate(lengths):
-            for token in range(starts[request], starts[request + 1]):
+            for token in range(starts[request], starts[request + 1] if length else 0):
                 position = length - (starts[request + 1] - token)
                 end = position + 1 if group.key_ends is None else int(group.key_ends[token])
                 seen = torch.arange(_first_seen(position, params), end)

@@ -290,6 +290,18 @@ class KernelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             )
         ),
     ] = True
+    attention_library: Annotated[
+        Literal["auto", "triton", "cudnn", "flashinfer"],
+        Meta(
+            description=(
+                "Library for the attention of prompts on GPUs: of requests with at least 512 new tokens and 4096 tokens "
+                "in total, in layers without a smaller window, soft cap or sinks. triton: the same kernels as for all "
+                "other requests. cudnn: cuDNN; such steps do not use CUDA graphs. The engine refuses to start if the "
+                "check of cuDNN's results fails. auto: cudnn from compute capability 9.0 on if the check passes, "
+                "otherwise triton. flashinfer: not supported yet, and refused."
+            )
+        ),
+    ] = "auto"
     states: Annotated[
         bool,
         Meta(
@@ -365,3 +377,12 @@ class KernelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def __post_init__(self) -> None:
         check_fields("kernels", self)
+        if self.attention_library == "flashinfer":
+            raise ConfigError(
+                "kernels.attention_library is 'flashinfer', which this version does not support; use 'cudnn', 'triton' or 'auto'"
+            )
+        if self.attention_library == "cudnn" and self.batch_invariant:
+            raise ConfigError(
+                "kernels.attention_library is 'cudnn', but kernels.batch_invariant is true, and the results of cuDNN depend on "
+                "the sizes of a step; set kernels.attention_library to 'auto', or kernels.batch_invariant to false"
+            )

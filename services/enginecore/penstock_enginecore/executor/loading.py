@@ -196,6 +196,26 @@ def check_batch_invariant(config: EngineCoreConfig, device: torch.device, task: 
         )
 
 
+def check_attention_library(config: EngineCoreConfig, device: torch.device, task: str) -> None:
+    """Raise ConfigError if ``kernels.attention_library`` is "cudnn", but another setting, ``task`` or ``device`` does not
+    allow cuDNN. This check runs before the model is loaded. A later check compares the results of cuDNN.
+    """
+    if config.kernels.attention_library != "cudnn":
+        return
+    backend = config.model.attention_backend
+    reasons = {
+        f"the model runs on a device of type {device.type}, and cuDNN needs a GPU": device.type != "cuda",
+        "model.attention_backend is 'reference', which uses no library": backend == "reference",
+        "cache.dtype is 'fp8', and cuDNN needs a KV cache of the model's type": config.cache.dtype == "fp8",
+        f"the task of the model is {task}, and only models that generate text use a library": task != "generate",
+    }
+    if found := [reason for reason, holds in reasons.items() if holds]:
+        raise ConfigError(
+            f"kernels.attention_library is 'cudnn', but {found[0]}; change that setting, or set kernels.attention_library "
+            "to 'auto'"
+        )
+
+
 # Check of the settings for a KV cache of 8-bit floats (fp8).
 
 FLOAT8_CAPABILITY = (8, 9)
@@ -385,6 +405,7 @@ def _load_runner(
         )
     check_cache_dtype(config, device)
     check_batch_invariant(config, device, task)
+    check_attention_library(config, device, task)
     check_int8(config, device)
     check_float8(config, device, task)
     checkpoint = config.model

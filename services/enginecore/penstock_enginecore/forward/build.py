@@ -20,6 +20,8 @@ from penstock_enginecore.forward.cuda.adapters import SlotModules, slot_modules
 from penstock_enginecore.forward.cuda.attention import Attending, Recurrent, TritonAttention, attention_candidates
 from penstock_enginecore.forward.cuda.decoder import FusedForward, device_launcher, fused_candidates
 from penstock_enginecore.forward.cuda.graphs import StepGraphs
+from penstock_enginecore.forward.cuda.library_attention import LibraryAttention
+from penstock_enginecore.forward.cuda.library_check import AttentionLayers, open_library
 from penstock_enginecore.forward.cuda.replayed_modules import ReplayedModules
 from penstock_enginecore.forward.dummy_inputs import CUTS, NUM_TOKENS, Probe, probe_logits, probe_parts
 from penstock_enginecore.forward.equivalence_check import Proven, first_proven
@@ -145,10 +147,12 @@ def build_forward(model: LoadedModel, config: ForwardConfig) -> BuiltForward:
 
     replay = None if config.part else partial(_replayed, probed, adapted)  # graphs cannot sum over ranks
     recurrent = Recurrent(probed.states, recurring, backend) if probed.states else None
-    attending = Attending(config.device, probed.specs, model.dtype, attended, run_parts, replay, recurrent)
+    library = _library(config, probed)
+    attending = Attending(config.device, probed.specs, model.dtype, attended, run_parts, replay, recurrent, library)
     # The fused decoder does not sum over tensor-parallel ranks, so it cannot compute one rank's shard of a model.
     whole = not config.part and not probed.states
-    candidates = fused_candidates(probed, config.kernels, config.attention_backend, config.lora) if whole else []
+    given = (config.kernels, config.attention_backend, config.lora, library)
+    candidates = fused_candidates(probed, *given) if whole else []
     candidates += attention_candidates(attending, config.kernels, config.attention_backend)
     if native is not None and native.uses.decoder and attends and (native.uses.states or not probed.states):
         adapts = config.lora is not None
@@ -165,6 +169,7 @@ def build_forward(model: LoadedModel, config: ForwardConfig) -> BuiltForward:
     computing = _describe(native, config, proven.name, attends and "attention", sampling and "sampler")
     launcher = _launcher(model, config, sampling, proven.serves)
     vocabulary = config.vocabulary if launcher is None else None  # the device can sample only from complete logits
+    computing += _long_prompts(library, proven)
     if launcher is not None:
         computing += ", Triton sampler"
     if config.kernels.batch_invariant:
@@ -207,7 +212,8 @@ def build_stage(model: LoadedModel, config: ForwardConfig, stage: StageConfig) -
 
     serve = partial(attended, backend)
 
-    attending = Attending(config.device, left.probed.specs, model.dtype, attended, left.run)
+    library = _library(config, left.probed)
+    attending = Attending(config.device, left.probed.specs, model.dtype, attended, left.run, library=library)
     candidates = attention_candidates(attending, config.kernels, config.attention_backend)
     if native is not None and native.uses.decoder and attends and not whole.states:
         adapts = config.lora is not None
@@ -220,6 +226,7 @@ def build_stage(model: LoadedModel, config: ForwardConfig, stage: StageConfig) -
     _settle(model.module)
     sampling = native.sampling() if native is not None else None
     computing = _describe(native, config, proven.name, attends and "attention", sampling and "sampler")
+    computing += _long_prompts(library, proven)
     computing += f", layers {left.own.start} to {left.own.stop - 1} of {left.num_layers}"
     _log(computing, proven)
     stage.links.open(
@@ -274,6 +281,19 @@ def build_backbone(model: PoolingModel, config: ForwardConfig) -> BuiltBackbone:
 
 def _describe(native: NativeBackend | None, config: ForwardConfig, name: str | None, *parts: object) -> str:
     return (name or "torch") if native is None else native.describe(name, config.int8 and "int8 weights", *parts)
+
+
+def _library(config: ForwardConfig, probed: ProbedModel) -> LibraryAttention | None:
+    """Return the library for attention of long prompts, or None. Raises the errors of ``open_library``."""
+    layers = AttentionLayers(probed.calls, config.device, probed.model.dtype, probed.cache_dtype)
+    return None if config.attention_backend == "reference" else open_library(config.kernels, layers)
+
+
+def _long_prompts(library: LibraryAttention | None, proven: Proven[ForwardPass]) -> str:
+    """Return text about the attention of long prompts for the engine's log."""
+    serves = proven.serves
+    is_used = library is not None and serves is not None and any(spec.head_size_v for spec in serves.specs.values())
+    return ", cuDNN attention for long prompts" if is_used else ""
 
 
 def _replayed(

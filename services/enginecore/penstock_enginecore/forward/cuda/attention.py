@@ -17,6 +17,7 @@ from penstock_enginecore.forward.cuda.buffers import to_device
 from penstock_enginecore.forward.cuda.graphs import StepGraphs, cuda_graphs
 from penstock_enginecore.forward.cuda.kernel_api import GroupInputs
 from penstock_enginecore.forward.cuda.kernels.configurations import MIN_BLOCK_SIZE, attention_tiles
+from penstock_enginecore.forward.cuda.library_attention import LibraryAttention
 from penstock_enginecore.forward.cuda.states import open_kernels
 from penstock_enginecore.forward.equivalence_check import Candidate
 from penstock_enginecore.models.errors import UnsuitableError
@@ -49,13 +50,15 @@ class PagedPlan(StepPlan):
 class TritonAttention(AttentionBackend):
     """Attention backend with Triton kernels. One ``KVArena`` holds the KV caches of all layers.
 
-    ``why_not`` reports head sizes, block sizes and dtypes that the kernels do not support.
+    ``why_not`` reports head sizes, block sizes and dtypes that the kernels do not support. ``library`` computes long
+    prompts of steps that are not replayed, or is None.
     """
 
     keeps_float8 = True
 
-    def __init__(self, kernels: "TritonKernels") -> None:
+    def __init__(self, kernels: "TritonKernels", library: LibraryAttention | None = None) -> None:
         self._kernels = kernels
+        self.library = library
 
     def layout(self, spec: KVCacheSpec, dtype: torch.dtype) -> KVLayout:  # noqa: ARG002 - the same for all
         """Return the layout ``HEADS``."""
@@ -90,6 +93,7 @@ class TritonAttention(AttentionBackend):
             key_ends,
             windowed_ends=metadata.windowed_ends,
             decodes_only=metadata.decodes_only,
+            prompts=None if self.library is None else self.library.chosen([metadata], lengths),
         )
         return PagedPlan(metadata, device, _slot_mapping=slots, group=group)
 
@@ -224,6 +228,7 @@ class Attending(Generic[T]):
         run: Function that returns the result of a forward pass for the probe, a short test prompt.
         replay: Function that creates a forward pass that replays whole steps, or None if steps cannot be replayed.
         recurrent: The model's recurrent layers, or None for a model without recurrent layers.
+        library: Computes attention of long prompts, or None.
     """
 
     device: torch.device
@@ -233,6 +238,7 @@ class Attending(Generic[T]):
     run: Callable[[T], torch.Tensor]
     replay: Replay[T] | None = None
     recurrent: Recurrent[T] | None = None
+    library: LibraryAttention | None = None
 
 
 def attention_candidates(model: Attending[T], uses: KernelsConfig, attention_backend: str) -> list[Candidate[T]]:
@@ -276,7 +282,7 @@ def _build_replayed(model: Attending[T], replay: Replay[T]) -> Attended[T]:
 def _attention(model: Attending[T]) -> TritonAttention:
     if reason := why_not(model.specs, model.dtype):
         raise UnsuitableError(reason)
-    return TritonAttention(_kernels())
+    return TritonAttention(_kernels(), model.library)
 
 
 def can_capture(device: torch.device) -> bool:

@@ -27,6 +27,7 @@ from penstock_enginecore.forward.cuda.adapters import DeviceAdapters, ProductAda
 from penstock_enginecore.forward.cuda.buffers import CacheShape, KeptHidden, Step, StepMemory, StepShape, shape_of
 from penstock_enginecore.forward.cuda.graphs import Padded, StepGraphs, cuda_graphs
 from penstock_enginecore.forward.cuda.layers import AfterLayer, Layers, latent_specs
+from penstock_enginecore.forward.cuda.library_attention import LibraryAttention, with_prompts
 from penstock_enginecore.forward.cuda.linear import Dense, Product, empty, keeps, merged
 from penstock_enginecore.forward.cuda.media_steps import unsupported, with_media, with_rotary_positions
 from penstock_enginecore.forward.cuda.sampler import (
@@ -180,6 +181,7 @@ class FusedForward:
         graphs: Captures and replays steps of padded shapes, or None to launch each step.
         lora: Limits for the slots of LoRA adapters, or None if steps have no adapters. With limits, this forward pass
             is an ``AdaptedForward``.
+        library: Computes attention of long prompts, or None. Steps with such prompts are launched.
     """
 
     separate_head = True
@@ -190,6 +192,7 @@ class FusedForward:
         kernels: "TritonKernels",
         graphs: StepGraphs | None = None,
         lora: SlotLimits | None = None,
+        library: LibraryAttention | None = None,
     ) -> None:
         self.device = probed.device
         self._probed = probed
@@ -214,6 +217,7 @@ class FusedForward:
             self._adapted_head = products.adapt_head(head, self._head)
             self._adapters = products.open(lora, probed.model.dtype, self.device, kernels)
         self._graphs = graphs
+        self._library = library
         self._feedback = TokenFeedback(self.device)
         self._memory: StepMemory | None = None
         self._caches: list[LayerCache] = []
@@ -292,7 +296,8 @@ class FusedForward:
         if self._feedback.moves(batch):
             self._forget_graphs()
         step.buffers.load(batch, rows, step.shape, self._feedback.nobody)
-        step = replace(step, inputs=with_media(batch, step.inputs, self._plan))
+        inputs = with_media(batch, step.inputs, self._plan)
+        step = replace(step, inputs=with_prompts(batch.attention, inputs, self._library))
         padded = Padded(step.shape.tokens, step.shape.tokens - num_tokens, step.shape.requests - len(rows))
         with self._adapted(batch.segments, segments_of_rows(batch.segments, rows), step.shape):
             hidden = self._compute(step, batch.embedded, padded, adapted=len(batch.segments) > 0)
@@ -329,6 +334,8 @@ class FusedForward:
         """Move the weights to ``device``. Buffers of steps are freed, and allocated again when a KV cache is bound."""
         self._forget_graphs()
         self._memory = None
+        if self._library is not None:
+            self._library.release()
         if self._adapters is not None:
             self._adapters.release()
         self._module.to(device)
@@ -412,7 +419,7 @@ class FusedForward:
 
         Steps with and without adapters have separate graphs.
         """
-        plain = embedded is None and step.inputs.media is None
+        plain = embedded is None and step.inputs.media is None and step.inputs.groups[0].prompts is None
         replayed = plain and not step.shape.is_large and self._after_layer is None
         if self._graphs is not None and replayed:
             key = (step.shape, "adapters") if adapted else step.shape
@@ -477,16 +484,20 @@ _PROVED_ROWS = 128
 
 
 def fused_candidates(
-    probed: ProbedModel, uses: KernelsConfig, attention_backend: str, lora: SlotLimits | None = None
+    probed: ProbedModel,
+    uses: KernelsConfig,
+    attention_backend: str,
+    lora: SlotLimits | None = None,
+    library: LibraryAttention | None = None,
 ) -> list[Candidate[ForwardPass]]:
     """Return a list with the fused decoder as candidate, which computes the whole model with the project's own kernels.
 
     The list is empty if the device is not a GPU, if the settings disable the decoder, or if ``attention_backend`` is
-    not "auto". With ``lora``, steps may have LoRA adapters.
+    not "auto". With ``lora``, steps may have LoRA adapters. ``library`` computes attention of long prompts.
     """
     if not _is_offered(probed.device, uses, attention_backend):
         return []
-    return [Candidate("fused decoder", lambda: _build(probed, uses, lora))]
+    return [Candidate("fused decoder", lambda: _build(probed, uses, lora, library))]
 
 
 def kept_weights(device: torch.device, uses: KernelsConfig, attention_backend: str) -> Callable[[Scheme], bool]:
@@ -563,7 +574,9 @@ def _mask(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> None
     mask(logits, rows, words)
 
 
-def _build(probed: ProbedModel, uses: KernelsConfig, lora: SlotLimits | None) -> FusedForward:
+def _build(
+    probed: ProbedModel, uses: KernelsConfig, lora: SlotLimits | None, library: LibraryAttention | None = None
+) -> FusedForward:
     if uses.batch_invariant and (demands := probed.demands):
         raise UnsuitableError(f"for media, the model uses {demands}, which no batch-invariant decoder on GPUs supports")
     if probed.donors:
@@ -580,4 +593,4 @@ def _build(probed: ProbedModel, uses: KernelsConfig, lora: SlotLimits | None) ->
     kernels.rounds_activations = rounds_activations(kernels, uses, model.module, model.dtype, probed.device)
     if lora is not None and (reason := why_not(kernels, probed.model.dtype, probed.device)):
         raise UnsuitableError(reason)
-    return FusedForward(probed, kernels, graphs, lora)
+    return FusedForward(probed, kernels, graphs, lora, library)

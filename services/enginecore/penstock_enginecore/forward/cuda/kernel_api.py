@@ -6,10 +6,12 @@ The kernels are in ``triton_kernels.py``. The tests contain the same functions i
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
+from penstock_enginecore.attention.base import AttentionParams
+from penstock_enginecore.attention.kv_cache import KVScales
 from penstock_enginecore.models.decoder_plan import Activation as Activation
 from penstock_enginecore.models.decoder_plan import ClampedGate as ClampedGate
 from penstock_enginecore.models.decoder_plan import Norm as Norm
@@ -136,12 +138,33 @@ class RotaryTable:
         return RotaryTable(self.cosines.to(device), self.sines.to(device))
 
 
+class LongPrompts(Protocol):
+    """Requests of a step whose attention a library computes in place of the kernels."""
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        group: "GroupInputs",
+        params: AttentionParams,
+        out: torch.Tensor,
+        scales: KVScales,
+    ) -> "GroupInputs | None":
+        """Compute attention of these requests into ``out``, if the library supports the layer. The arguments are those
+        of ``TritonKernels.attend``.
+
+        Returns the inputs for the kernels, in which the requests that the library has computed have length 0, or None
+        if the kernels have nothing to compute.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class GroupInputs:
     """Positions of a step's tokens in one KV cache group, on the device.
 
-    Padding requests have no tokens and a ``seq_lens`` of 0. Padding tokens (indices from ``query_start_loc[-1]`` on)
-    have slot -1.
+    Padding requests have no tokens and a ``seq_lens`` of 0. Kernels skip requests with a ``seq_lens`` of 0. Padding
+    tokens (indices from ``query_start_loc[-1]`` on) have slot -1.
 
     Attributes:
         block_table: int32 ``[requests, blocks]``.
@@ -152,6 +175,7 @@ class GroupInputs:
         windowed_ends: Whether ``key_ends`` applies only to layers with a sliding window.
         decodes_only: Whether each request has exactly one new token, except padding requests, which are the last. Then
             attention needs fewer kernels. Captured steps of both kinds have separate graphs.
+        prompts: Requests whose attention a library computes, or None. Captured steps have None.
     """
 
     block_table: torch.Tensor
@@ -161,6 +185,7 @@ class GroupInputs:
     key_ends: torch.Tensor | None = None
     windowed_ends: bool = False
     decodes_only: bool = False
+    prompts: LongPrompts | None = None
 
     def for_window(self, sliding_window: int | None) -> "GroupInputs":
         """Return the inputs for a layer with this sliding window, or without one."""

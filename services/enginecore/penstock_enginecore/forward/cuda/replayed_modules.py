@@ -50,10 +50,10 @@ class ReplayedModules:
     """``ForwardPass`` that captures and replays steps of the model's modules.
 
     Steps of padded shapes use tensors that never move. ``graphs`` captures the first step of each shape.
-    ``ModulesForward`` runs steps that are too large, have embeddings or ``key_ends``, or set ``keep_states``. After a failed
-    capture, ``ModulesForward`` runs the steps of the same shape. If no capture has succeeded, ``failure`` names the
-    module that failed. If ``adapted`` is given,
-    steps with LoRA adapters have separate graphs. If ``adapted`` is None, ``ModulesForward`` runs steps with adapters.
+    ``ModulesForward`` runs steps that are too large, have embeddings or ``key_ends``, have prompts that a library
+    computes, or set ``keep_states``. After a failed capture, ``ModulesForward`` runs the steps of the same shape. If no
+    capture has succeeded, ``failure`` names the module that failed. If ``adapted`` is given, steps with LoRA adapters
+    have separate graphs. If ``adapted`` is None, ``ModulesForward`` runs steps with adapters.
 
     A model with recurrent layers needs ``state_kernels``. Decode steps of such a model have separate graphs, because
     decode steps launch fewer kernels than steps with prompts. Padding requests have no tokens, so they need no
@@ -164,7 +164,11 @@ class ReplayedModules:
         adapted = len(batch.segments) > 0
         sees_behind = any(metadata.key_ends is not None for metadata in batch.attention)
         has_media = batch.embedded is not None or sees_behind
-        apart = keep_states or has_media or (adapted and self._adapted is None)
+        library = self._attention.library
+        if library is not None:
+            library.reserve(batch.attention, self.device)
+        has_prompts = library is not None and library.has_prompts(batch.attention)
+        apart = keep_states or has_media or has_prompts or (adapted and self._adapted is None)
         if apart or shape.is_large or self._graphs.refuses(self._key(batch, shape)):
             self._graphs.count_launched()
             return self._modules.run(batch, rows, keep_states=keep_states)
@@ -207,6 +211,8 @@ class ReplayedModules:
         """
         self._graphs.clear()
         self._shape = self._buffers = self._logits = None
+        if self._attention.library is not None:
+            self._attention.library.release()
         self._modules.to(device)
 
     def weights(self) -> list[torch.Tensor]:

@@ -71,7 +71,14 @@ class TritonKernels:
         out: torch.Tensor,
         scales: KVScales = UNSCALED,
     ) -> None:
-        """Compute attention with ``attention.attend``. All layers and steps use the same scratch memory."""
+        """Compute attention with ``attention.attend``, except for requests that a library computes. All layers and steps
+        use the same scratch memory.
+        """
+        if group.prompts is not None:
+            rest = group.prompts.attend(query, keys, values, group, params, out, scales)
+            if rest is None:
+                return
+            group = rest
         scratch = self._scratch_for(self._queries(query, group), attention.pieces_per_request(keys.shape[1]), out)
         attention.attend(query, keys, values, out, group, params, scratch, scales, invariant=self.batch_invariant)
 

@@ -27,9 +27,9 @@ from penstock_enginecore.forward.cuda.kernels.configurations import (
     attention_tiles,
     device_name,
 )
+from penstock_enginecore.forward.cuda.kernels.work import find, load_lengths
 
-# Functions that several attention kernels use: assignment of work to programs, visible keys, and a running softmax over
-# the keys.
+# Functions that several attention kernels use: visible keys, and a running softmax over the keys.
 
 
 @triton.jit
@@ -43,17 +43,6 @@ def first_key(position, WINDOW: tl.constexpr, ATTENTION_CHUNK: tl.constexpr):
     if ATTENTION_CHUNK > 0:
         first = tl.maximum(first, position // ATTENTION_CHUNK * ATTENTION_CHUNK)
     return first
-
-
-@triton.jit
-def find(counts, upto, indices, piece):
-    """Return the index of the owner (for example the request) of ``piece``, and the index of ``piece`` among this
-    owner's pieces.
-
-    Owner i has ``counts[i]`` consecutive pieces. ``upto`` has the running sums of ``counts``.
-    """
-    owner = tl.sum((upto <= piece).to(tl.int32), 0)
-    return owner, piece - tl.sum(tl.where(indices < owner, counts, 0), 0)
 
 
 @triton.jit
@@ -158,9 +147,7 @@ def split_keys(
     QUERIES: tl.constexpr = ROWS // GROUP if LONGEST > 1 else 1
     requests = tl.arange(0, REQUESTS)
     there = requests < num_requests
-    begins = tl.load(query_start_loc + requests, mask=there, other=0)
-    new = tl.load(query_start_loc + requests + 1, mask=there, other=0) - begins
-    lengths = tl.load(seq_lens + requests, mask=there, other=0)
+    _, new, lengths = load_lengths(query_start_loc, seq_lens, requests, there)
     split, pieces, rows_upto = key_pieces(new, lengths, capacity, WINDOW, ATTENTION_CHUNK, PIECE, MAX_PIECES, LONGEST)
     counts = tl.where(split, pieces * tl.cdiv(new, QUERIES), 0)
     upto = tl.cumsum(counts, 0)
@@ -254,9 +241,7 @@ def merge_pieces(
     if LONGEST > 1:
         requests = tl.arange(0, REQUESTS)
         there = requests < num_requests
-        begins = tl.load(query_start_loc + requests, mask=there, other=0)
-        news = tl.load(query_start_loc + requests + 1, mask=there, other=0) - begins
-        lengths = tl.load(seq_lens + requests, mask=there, other=0)
+        begins, news, lengths = load_lengths(query_start_loc, seq_lens, requests, there)
         splits, counts, upto = key_pieces(news, lengths, capacity, WINDOW, ATTENTION_CHUNK, PIECE, MAX_PIECES, LONGEST)
         request = tl.sum((upto <= row).to(tl.int32), 0)
         own = requests == request
@@ -321,12 +306,10 @@ def prefill_tiles(
     QUERIES: tl.constexpr = BLOCK_M // GROUP
     requests = tl.arange(0, REQUESTS)
     there = requests < num_requests
-    begins = tl.load(query_start_loc + requests, mask=there, other=0)
-    ends = tl.load(query_start_loc + requests + 1, mask=there, other=0)
-    counts = tl.cdiv(ends - begins, QUERIES)
+    _, new, lengths = load_lengths(query_start_loc, seq_lens, requests, there)
+    counts = tl.cdiv(new, QUERIES)
     if LONGEST > 0:
-        lengths = tl.load(seq_lens + requests, mask=there, other=0)
-        split, _, _ = key_pieces(ends - begins, lengths, capacity, WINDOW, ATTENTION_CHUNK, PIECE, MAX_PIECES, LONGEST)
+        split, _, _ = key_pieces(new, lengths, capacity, WINDOW, ATTENTION_CHUNK, PIECE, MAX_PIECES, LONGEST)
         counts = tl.where(split, 0, counts)
     upto = tl.cumsum(counts, 0)
     num_items = tl.sum(counts, 0) * KV_HEADS

@@ -11,9 +11,9 @@ import triton.language as tl
 
 from penstock_enginecore.forward.cuda.kernel_api import Activation, ClampedGate
 from penstock_enginecore.forward.cuda.kernels.activation import activated
-from penstock_enginecore.forward.cuda.kernels.attention import find
 from penstock_enginecore.forward.cuda.kernels.configurations import dense_expert_tiles, device_name
 from penstock_enginecore.forward.cuda.kernels.invariant import tile_sums
+from penstock_enginecore.forward.cuda.kernels.work import find
 
 
 def grid_rows(rows: int, experts: int, block_m: int) -> int:

@@ -18,13 +18,13 @@ from penstock_enginecore.forward.cuda.kernels.attention import (
     LONGEST_SPLIT,
     Scratch,
     accumulate,
-    find,
     key_pieces,
     merge_pieces,
     piece_size,
     programs,
 )
 from penstock_enginecore.forward.cuda.kernels.configurations import MIN_BLOCK_SIZE, Latent, device_name, latent_tiles
+from penstock_enginecore.forward.cuda.kernels.work import find
 
 # Operations between the matrix products of latent attention (MLA): they turn a token's compressed elements into its
 # queries and its entry in the cache.
