@@ -8,7 +8,8 @@ import torch
 from penstock_enginecore.attention.base import AttentionParams
 from penstock_enginecore.forward.cuda.kernel_api import GroupInputs
 from penstock_enginecore.forward.cuda.kernels.attention import Scratch, attend, pieces_per_request
-from tests.benchmarks.gpu import interpreter, machine
+from penstock_enginecore.forward.cuda.library_attention import Geometry, LibraryAttention, Prompt, cudnn
+from tests.benchmarks.gpu import interpreter, machine, names
 from tests.benchmarks.gpu.plans import plan_of
 from tests.benchmarks.gpu.shapes import BLOCK_SIZE, DecodeRow, ModelShape, Prefill
 from tests.device.phases import Row, Settings, Stage
@@ -19,7 +20,9 @@ ROUNDS = 30
 
 
 def stages(settings: Settings) -> list[Stage]:
-    """Return a row for each decode step and prompt: attention of one layer of the shape."""
+    """Return a row for each decode step and prompt: attention of one layer of the shape. Prompts also have a row with
+    cuDNN.
+    """
     interpreter.prepare(settings)
     plan, device = plan_of(settings), machine.pick(settings)
     shape, dtype = plan.shape, getattr(torch, plan.shape.dtype)
@@ -33,12 +36,36 @@ def stages(settings: Settings) -> list[Stage]:
         layer = _Layer(shape, 1, prompt.tokens, prompt.tokens, dtype, device)
         return {"ms": layer.seconds(rounds) * 1e3, "error": layer.error(range(prompt.tokens - CHECKED, prompt.tokens))}
 
+    def by_library(prompt: Prefill, _: None) -> dict[str, Any]:
+        layer = _Layer(shape, 1, prompt.tokens, prompt.tokens, dtype, device)
+        layer.library = _library(shape, dtype, cpu=settings.cpu)
+        plans = machine.seconds_in_a_row(device, layer.attend, rounds=1, warm_up=0)
+        checked = range(prompt.tokens - CHECKED, prompt.tokens)
+        return {"ms": layer.seconds(rounds) * 1e3, "error": layer.error(checked), "first_ms": plans * 1e3}
+
     rows = [Row(row.name, partial(decode, row)) for row in plan.decode]
-    return [Stage("kernels", rows + [Row(prompt.name, partial(prefill, prompt)) for prompt in plan.prefill])]
+    for prompt in plan.prefill:
+        rows.append(Row(prompt.name, partial(prefill, prompt)))
+        rows.append(Row(names.by_library(prompt), partial(by_library, prompt)))
+    return [Stage("kernels", rows)]
+
+
+def _library(shape: ModelShape, dtype: torch.dtype, *, cpu: bool) -> LibraryAttention:
+    """Return attention by cuDNN, or by torch on a CPU."""
+    library = cudnn
+    if cpu:
+        from tests.fakes.models.torch_library import attend as library
+    geometry = Geometry(shape.heads, shape.kv_heads, shape.head_size, shape.head_size)
+    return LibraryAttention(library, [geometry], dtype)
 
 
 class _Layer:
-    """Random queries and a random cache: ``queries`` new tokens in each of ``requests`` sequences of ``length`` tokens."""
+    """Random queries and a random cache: ``queries`` new tokens in each of ``requests`` sequences of ``length`` tokens.
+
+    If ``library`` is set, it computes the attention of the first request in place of the kernels.
+    """
+
+    library: LibraryAttention | None = None
 
     def __init__(
         self, shape: ModelShape, requests: int, queries: int, length: int, dtype: torch.dtype, device: torch.device
@@ -66,9 +93,15 @@ class _Layer:
 
     def seconds(self, rounds: int) -> float:
         """Return the time of one launch in a sequence of launches."""
-        return machine.seconds_in_a_row(self._device, self._attend, rounds=rounds, warm_up=min(3, rounds))
+        return machine.seconds_in_a_row(self._device, self.attend, rounds=rounds, warm_up=min(3, rounds))
 
-    def _attend(self) -> None:
+    def attend(self) -> None:
+        """Launch attention."""
+        if self.library is not None:
+            prompt, table = Prompt(0, 0, self._queries, self._length), self._group.block_table[0]
+            given = self._query, self._keys, self._values, table, prompt, self._params.scaling, self._out
+            self.library.compute(*given)
+            return
         attend(self._query, self._keys, self._values, self._out, self._group, self._params, self._scratch)
 
     def error(self, tokens: range) -> float:

@@ -4,7 +4,7 @@ import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tests.benchmarks.gpu.shapes import Ceilings, DecodeRow, ModelShape, Plan
+from tests.benchmarks.gpu.shapes import Ceilings, DecodeRow, ModelShape, Plan, Prefill
 from tests.device.records import Results
 
 IDLE = "idle"
@@ -23,6 +23,11 @@ def verify(row: DecodeRow, tokens: int) -> str:
 def launched(row: DecodeRow) -> str:
     """Return the name of a decode step without graphs."""
     return f"launched {row.streams} x {row.context}"
+
+
+def by_library(prompt: Prefill) -> str:
+    """Return the name of a prompt whose attention cuDNN computes."""
+    return f"{prompt.name} by cuDNN"
 
 
 class Filters(NamedTuple):

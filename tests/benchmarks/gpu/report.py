@@ -194,7 +194,9 @@ class Tables:
         """Yield the table of one layer's attention."""
         shape = self._plan.shape
         floors = [(row.name, self._floor(Ceilings.attention_ms, shape, row)) for row in self._plan.decode]
-        floors += [(each.name, self._floor(Ceilings.scores_ms, shape, each)) for each in self._plan.prefill]
+        for prompt in self._plan.prefill:
+            floor = self._floor(Ceilings.scores_ms, shape, prompt)
+            floors += [(prompt.name, floor), (names.by_library(prompt), floor)]
         rows: list[Line] = []
         for name, floor in floors:
             found = self._results.get("kernels", name)
