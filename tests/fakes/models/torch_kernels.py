@@ -15,6 +15,7 @@ from penstock_enginecore.forward.cuda.kernel_api import (
     RotaryTable,
     Routing,
     StackedWeight,
+    WeightedRows,
 )
 from penstock_enginecore.lora.device_slots import RowTiles, SlotMatrices, row_stride
 
@@ -148,7 +149,13 @@ class TorchKernels:
     ) -> None:
         self.attend(query, cache, cache[..., : out.shape[2]], group, AttentionParams(scaling), out)
 
-    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, out: torch.Tensor) -> None:
+    def add_rms_norm(
+        self, x: torch.Tensor | WeightedRows, residual: torch.Tensor | None, norm: Norm, out: torch.Tensor
+    ) -> None:
+        if isinstance(x, WeightedRows):
+            total = out.new_empty(x.shape)
+            self.weighted_sum(x, total)
+            x = total
         if residual is not None:
             residual.add_(x)
         out.copy_(_normed((x if residual is None else residual).float(), norm))
@@ -236,11 +243,9 @@ class TorchKernels:
         matrices = [_dense(weight, *(tensor[expert] for tensor in weight.tensors)) for expert in range(len(ends))]
         _multiply_groups(x, matrices, bias, ends, out, order, top_k, activation)
 
-    def weighted_sum(
-        self, x: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None, out: torch.Tensor
-    ) -> None:
-        total = (x.view(*weights.shape, -1).double() * weights.double()[:, :, None]).sum(1)
-        out.copy_(total if shared is None else total + shared.double())
+    def weighted_sum(self, x: WeightedRows, out: torch.Tensor) -> None:
+        total = (x.rows.view(*x.weights.shape, -1).double() * x.weights.double()[:, :, None]).sum(1)
+        out.copy_(total if x.shared is None else total + x.shared.double())
 
     def add_low_rank(
         self,

@@ -248,6 +248,35 @@ class ExpertRows:
     top_k: int
 
 
+@dataclass(frozen=True, slots=True)
+class WeightedRows:
+    """Output of a mixture of experts before the sum over each token's experts.
+
+    Attributes:
+        rows: ``[tokens * top_k, width]``, one row for each pair of a token and an expert.
+        weights: float32 ``[tokens, top_k]``, weights of these rows.
+        shared: ``[tokens, width]``, added to the sum, or None.
+    """
+
+    rows: torch.Tensor
+    weights: torch.Tensor
+    shared: torch.Tensor | None
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the sum, ``[tokens, width]``."""
+        return torch.Size((self.weights.shape[0], self.rows.shape[1]))
+
+    def check(self) -> None:
+        """Raise ValueError if the shapes do not fit, or if a tensor is not contiguous."""
+        tokens, top_k = self.weights.shape
+        tensors = [self.rows, self.weights, *([] if self.shared is None else [self.shared])]
+        if len(self.rows) != tokens * top_k or (self.shared is not None and self.shared.shape != self.shape):
+            raise ValueError("shapes do not match: " + ", ".join(str(list(each.shape)) for each in tensors))
+        if not all(tensor.is_contiguous() for tensor in tensors):
+            raise ValueError("all tensors of a mixture of experts must be contiguous")
+
+
 MAX_SCORED = 20
 """Maximum number of likeliest tokens whose log-probabilities the kernels compute."""
 

@@ -18,7 +18,7 @@ from penstock_enginecore.forward.cuda.adapters import Adapt, unadapted
 from penstock_enginecore.forward.cuda.buffers import Activations, StepInputs, Widths
 from penstock_enginecore.forward.cuda.kernel_api import Norm, RotaryTable
 from penstock_enginecore.forward.cuda.linear import Held, Linear, Product, merged
-from penstock_enginecore.forward.cuda.mlp import MLP, GatedMLP, mlp_of
+from penstock_enginecore.forward.cuda.mlp import MLP, Experts, GatedMLP, mlp_of
 from penstock_enginecore.models.decoder_plan import (
     AttentionPlan,
     LatentPlan,
@@ -419,10 +419,14 @@ class Layers:
             scale = plan.residual_scale * plan.output_scales[0]
             layer.attention.run(x, inputs, activations, cache, rotary, scale, spare)
             x, spare = self._add_norm(spare, x, residual, after[0], self._mlp_norms[i])
-            layer.mlp.run(x, inputs, activations, kernels, spare)
-            if i < len(deepstack):
-                spare[: deepstack[i].shape[0]].add_(deepstack[i])
-            x, spare = self._add_norm(spare, x, residual, after[1], next_norm)
+            if isinstance(layer.mlp, Experts) and after[1] is None and i >= len(deepstack):
+                kernels.add_rms_norm(layer.mlp.rows(x, inputs, kernels), residual, next_norm, spare)
+                x, spare = spare, x
+            else:
+                layer.mlp.run(x, inputs, activations, kernels, spare)
+                if i < len(deepstack):
+                    spare[: deepstack[i].shape[0]].add_(deepstack[i])
+                x, spare = self._add_norm(spare, x, residual, after[1], next_norm)
             if after_layer is not None:
                 after_layer(i, residual)
         return x

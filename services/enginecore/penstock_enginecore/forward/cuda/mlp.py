@@ -20,6 +20,7 @@ from penstock_enginecore.forward.cuda.kernel_api import (
     Mxfp4Weight,
     Routing,
     StackedWeight,
+    WeightedRows,
 )
 from penstock_enginecore.forward.cuda.linear import Held, Product, int4_weight, joined, keeps, merged, packed_float8
 from penstock_enginecore.forward.cuda.packing import PackedFloat8, pack_e2m1, part_of_4_bits, words_of_4_bits
@@ -390,13 +391,17 @@ class Experts:
         """Compute the mixture's output ``out`` from its input ``x``. Padding tokens have no expert, and their rows of
         ``out`` are undefined.
         """
+        kernels.weighted_sum(self.rows(x, inputs, kernels), out)
+
+    def rows(self, x: torch.Tensor, inputs: StepInputs, kernels: "TritonKernels") -> WeightedRows:
+        """Return the output of ``run`` before its last sum, so that the next kernel can compute this sum."""
         plan, pairs = self.plan, len(x) * self.plan.top_k
         weights, rows = self._routed(x, inputs.groups[0].query_start_loc, kernels)
         gated = x.new_empty(pairs, self.gate_up.out_features // 2)
         self.gate_up.gather(x, rows, plan.activation, gated)
         down = x.new_empty(pairs, x.shape[1])
         self.down.scatter(gated, rows, down)
-        kernels.weighted_sum(down, weights, None if self.shared is None else _shared(self.shared, x, kernels), out)
+        return WeightedRows(down, weights, None if self.shared is None else _shared(self.shared, x, kernels))
 
     def _routed(
         self, x: torch.Tensor, starts: torch.Tensor, kernels: "TritonKernels"

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock_enginecore.forward.cuda.kernel_api import Routing
+from penstock_enginecore.forward.cuda.kernel_api import Routing, WeightedRows
 
 _BLOCK = 1024
 _LEAST_SUM = 1e-20
@@ -83,28 +83,23 @@ def align(chosen: torch.Tensor, ends: torch.Tensor, order: torch.Tensor) -> None
     _align[(len(ends) + 1,)](chosen, ends, order, chosen.numel(), len(ends), BLOCK=block)
 
 
-def weighted_sum(x: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None, out: torch.Tensor) -> None:
-    """Multiply each token's rows of ``x`` by their weights, and write the sum over the token's rows to ``out``. The
-    order of the sum is fixed.
-
-    Args:
-        x: ``[tokens * top_k, width]``, one row for each pair. All tensors are contiguous.
-        weights: float32 ``[tokens, top_k]``, weights of these rows.
-        shared: ``[tokens, width]``, added to the sum, or None.
-        out: ``[tokens, width]``.
+def weighted_sum(x: WeightedRows, out: torch.Tensor) -> None:
+    """Multiply each token's rows by their weights, and write the sum over the token's rows to ``out`` ``[tokens,
+    width]``. The order of the sum is fixed. ``add_rms_norm`` computes the same sum before a norm.
 
     Raises:
         ValueError: Shapes or strides are not supported.
     """
-    (tokens, top_k), width = weights.shape, x.shape[1]
-    if len(x) != tokens * top_k or out.shape != (tokens, width) or (shared is not None and shared.shape != out.shape):
-        raise ValueError(
-            f"shapes do not match: rows {list(x.shape)}, weights {list(weights.shape)}, output {list(out.shape)}"
-        )
-    _check_strides(x, weights, out, *([] if shared is None else [shared]))
+    x.check()
+    tokens, width = x.shape
+    if out.shape != x.shape:
+        raise ValueError(f"the sum has shape {list(x.shape)}, but the output has shape {list(out.shape)}")
+    _check_strides(out)
     if not tokens:
         return
-    _weighted_rows[(tokens, triton.cdiv(width, _BLOCK))](x, weights, shared, out, width, TOP_K=top_k, BLOCK=_BLOCK)
+    _weighted_rows[(tokens, triton.cdiv(width, _BLOCK))](
+        x.rows, x.weights, x.shared, out, width, TOP_K=x.weights.shape[1], BLOCK=_BLOCK
+    )
 
 
 def _check_strides(*tensors: torch.Tensor) -> None:
@@ -206,16 +201,26 @@ def _align(chosen, ends, order, pairs, experts, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _weighted_rows(x, weights, shared, out, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute ``BLOCK`` elements of one token's weighted sum."""
-    token = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+def summed(x, weights, shared, token, columns, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the elements ``columns`` ``[BLOCK]`` of one token's weighted sum, as float32. The loop is unrolled, so that
+    the loads of all rows overlap.
+    """
     inside = columns < width
     total = tl.zeros((BLOCK,), tl.float32)
-    for i in range(TOP_K):
+    for i in tl.static_range(TOP_K):
         weight = tl.load(weights + token * TOP_K + i)
         row = x + (token * TOP_K + i) * width
         total += weight * tl.load(row + columns, mask=inside, other=0.0).to(tl.float32)
     if shared is not None:
         total += tl.load(shared + token * width + columns, mask=inside, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit
+def _weighted_rows(x, weights, shared, out, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+    """Compute ``BLOCK`` elements of one token's weighted sum."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    total = summed(x, weights, shared, token, columns, width, TOP_K, BLOCK)
     tl.store(out + token * width + columns, total.to(out.dtype.element_ty), mask=inside)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from penstock_enginecore.attention.base import AttentionParams
-from penstock_enginecore.forward.cuda.kernel_api import Float8Weight, Int4Weight, Norm
+from penstock_enginecore.forward.cuda.kernel_api import Float8Weight, Int4Weight, Norm, WeightedRows
 from penstock_enginecore.forward.cuda.packing import float8_part, pack_float8
 from tests.fakes.models.interpreted_kernels import interpreted, sum_in_order
 from tests.fakes.models.torch_kernels import TorchKernels
@@ -190,7 +190,7 @@ def activated(x: torch.Tensor) -> torch.Tensor:
 def summed(x: torch.Tensor) -> torch.Tensor:
     out = torch.empty_like(x)
     rows = x.repeat_interleave(2, 0) * torch.tensor([1.0, 0.3]).repeat(len(x))[:, None]
-    mixture.weighted_sum(rows, x[:, :2].abs().contiguous(), x, out)
+    mixture.weighted_sum(WeightedRows(rows, x[:, :2].abs().contiguous(), x), out)
     return out
 
 

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from penstock_enginecore.forward.cuda.kernel_api import Routing
+from penstock_enginecore.forward.cuda.kernel_api import Norm, Routing, WeightedRows
 from tests.fakes.models.interpreted_kernels import interpreted
 from tests.fakes.models.torch_kernels import TorchKernels
 
-mixture = interpreted("mixture")
+mixture, norm = interpreted("mixture"), interpreted("norm")
 TOKENS, PADDING = 6, 2
 PLAIN = Routing(4, renormalize=True, scale=1.0)
 V2 = Routing(6, renormalize=False, scale=16.0, groups=8, kept=3)
@@ -97,11 +97,26 @@ def test_pairs_are_ordered_by_expert_and_then_by_token(tokens: int, top_k: int) 
 
 @pytest.mark.parametrize("shares", [False, True])
 def test_rows_are_weighted_and_summed(shares: bool) -> None:
-    x, weights, shared = numbers(12, 1030), numbers(4, 3), numbers(4, 1030) if shares else None
+    rows = WeightedRows(numbers(12, 1030), numbers(4, 3), numbers(4, 1030) if shares else None)
     out, expected = torch.full((2, 4, 1030), torch.nan).unbind()
-    mixture.weighted_sum(x, weights, shared, out)
-    TorchKernels().weighted_sum(x, weights, shared, expected)
+    mixture.weighted_sum(rows, out)
+    TorchKernels().weighted_sum(rows, expected)
     torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_norm_of_summed_rows_has_the_bits_of_two_kernels(dtype: torch.dtype, shares: bool) -> None:
+    shared = numbers(4, 1030).to(dtype) if shares else None
+    rows, weight = WeightedRows(numbers(12, 1030).to(dtype), numbers(4, 3), shared), Norm(numbers(1030), 1e-6, 1.0)
+    total, found, expected = torch.full((3, 4, 1030), torch.nan, dtype=dtype).unbind()
+    residuals = numbers(4, 1030).to(dtype).repeat(2, 1, 1)
+    mixture.weighted_sum(rows, total)
+    norm.add_rms_norm(total, residuals[0], weight, expected)
+    norm.add_rms_norm(rows, residuals[1], weight, found)
+    assert torch.equal(found, expected)
+    assert torch.equal(residuals[0], residuals[1])
+    assert not found.isnan().any()
 
 
 def test_no_tokens() -> None:
@@ -110,7 +125,7 @@ def test_no_tokens() -> None:
     ends = torch.full((8,), 5, dtype=torch.int32)
     mixture.align(none, ends, none.flatten())
     assert ends.tolist() == [0] * 8
-    mixture.weighted_sum(torch.empty(0, 8), torch.empty(0, 2), None, torch.empty(0, 8))
+    mixture.weighted_sum(WeightedRows(torch.empty(0, 8), torch.empty(0, 2), None), torch.empty(0, 8))
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
@@ -123,5 +138,12 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         mixture.route(numbers(8, 3).t(), None, starts, PLAIN, numbers(3, 4), chosen)
     with pytest.raises(ValueError, match=r"chosen \[3, 4\], order \[2\]"):
         mixture.align(chosen, torch.zeros(8, dtype=torch.int32), starts)
-    with pytest.raises(ValueError, match=r"rows \[5, 8\], weights \[3, 2\], output \[3, 8\]"):
-        mixture.weighted_sum(numbers(5, 8), numbers(3, 2), None, torch.empty(3, 8))
+    rows = WeightedRows(numbers(6, 8), numbers(3, 2), None)
+    with pytest.raises(ValueError, match=r"shapes do not match: \[5, 8\], \[3, 2\]"):
+        mixture.weighted_sum(dataclasses.replace(rows, rows=numbers(5, 8)), torch.empty(3, 8))
+    with pytest.raises(ValueError, match=r"sum has shape \[3, 8\], but the output has shape \[3, 9\]"):
+        mixture.weighted_sum(rows, torch.empty(3, 9))
+    with pytest.raises(ValueError, match=r"shapes do not match: \[6, 8\], \[3, 2\], \[2, 8\]"):
+        norm.add_rms_norm(dataclasses.replace(rows, shared=numbers(2, 8)), None, Norm(numbers(8), 0.0, 0.0), chosen)
+    with pytest.raises(ValueError, match=r"norms need contiguous tensors of one shape, but got \[3, 9\] and \[3, 8\]"):
+        norm.add_rms_norm(rows, None, Norm(numbers(8), 0.0, 0.0), numbers(3, 9))

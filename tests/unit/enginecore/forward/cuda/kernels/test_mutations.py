@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from penstock_enginecore.forward.cuda.kernel_api import Float8Weight, Int4Weight, Norm, RotaryTable, Routing
+from penstock_enginecore.forward.cuda.kernel_api import (
+    Float8Weight,
+    Int4Weight,
+    Norm,
+    RotaryTable,
+    Routing,
+    WeightedRows,
+)
 from penstock_enginecore.forward.cuda.packing import pack_float8
 from tests.fakes.models.interpreted_kernels import interpreted
 from tests.fakes.models.torch_kernels import TorchKernels
@@ -103,7 +110,7 @@ def aligned(module: Any) -> torch.Tensor:
 def weighted(module: Any) -> torch.Tensor:
     out = torch.full((3, 40), NAN)
     call = module.weighted_sum if module else TorchKernels().weighted_sum
-    call(random(6, 40), random(2, 3).abs(), random(2, 40), out[:2])
+    call(WeightedRows(random(6, 40), random(2, 3).abs(), random(2, 40)), out[:2])
     return out
 
 
@@ -187,7 +194,7 @@ MUTATIONS: dict[str, list[tuple[Run, str, str]]] = {
     "norm": [
         (norm, "/ width + eps", "/ BLOCK + eps"),
         (norm, "+ offset\n", "\n"),
-        (norm, "tl.program_id(0).to(tl.int64) * width", "tl.program_id(0).to(tl.int64) * 0"),
+        (norm, "start = token * width", "start = token * 0"),
         (norm, "columns < width", "columns < width - 1"),
     ],
     "activation": [
