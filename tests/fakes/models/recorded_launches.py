@@ -28,7 +28,7 @@ WRITTEN = {
     "quantized_product": (4,),
 }
 WRITTEN |= {"write": (3, 4), "product": (4,), "grouped_product": (4,), "weighted_sum": (1,), "sample": (2, 3, 4)}
-WRITTEN |= {"route": (4, 5), "align": (1, 2)}
+WRITTEN |= {"route": (4, 5), "align": (1, 2), "assign": (6, 7, 8)}
 WRITTEN["quantized_grouped_product"] = (4,)
 WRITTEN |= {"dequantize": (1,), "scaled_product": (4,)}
 WRITTEN["add_low_rank"] = (3, 5)

@@ -212,6 +212,24 @@ class TorchKernels:
         order.copy_(places)
         ends.copy_(torch.bincount(ids, minlength=len(ends) + 1)[: len(ends)].cumsum(0))
 
+    def assign(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        correction: torch.Tensor | None,
+        starts: torch.Tensor,
+        routing: Routing,
+        weights: torch.Tensor,
+        ends: torch.Tensor,
+        order: torch.Tensor,
+    ) -> None:
+        logits = x.new_empty(len(x), len(weight), dtype=torch.float32 if routing.float32 else x.dtype)
+        _multiply(x, weight, bias, 1.0, logits)
+        chosen = torch.empty(weights.shape, dtype=torch.int32)
+        self.route(logits, correction, starts, routing, weights, chosen)
+        self.align(chosen, ends, order)
+
     def grouped_product(
         self,
         x: torch.Tensor,

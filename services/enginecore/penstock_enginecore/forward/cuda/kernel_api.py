@@ -221,6 +221,7 @@ class Routing:
         groups: Number of groups of consecutive experts.
         kept: Number of groups with the largest scores. Only their experts can be chosen.
         counted: Number of a group's best scores, 1 or 2, whose sum is the score of the group.
+        float32: Whether logits are float32. Otherwise they have the model's dtype.
     """
 
     top_k: int
@@ -230,6 +231,13 @@ class Routing:
     groups: int = 1
     kept: int = 1
     counted: int = 1
+    float32: bool = False
+
+
+MAX_ASSIGNED_TOKENS = 64
+MAX_ASSIGNED_PAIRS = 512
+"""Largest numbers of tokens, and of pairs of tokens and experts, for which one kernel computes the whole router."""
+MAX_ASSIGNED_EXPERTS = 512
 
 
 @dataclass(frozen=True, slots=True)

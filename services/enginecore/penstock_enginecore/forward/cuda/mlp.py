@@ -13,6 +13,9 @@ import torch
 from penstock_enginecore.forward.cuda.adapters import Adapt, unadapted
 from penstock_enginecore.forward.cuda.buffers import Activations, StepInputs
 from penstock_enginecore.forward.cuda.kernel_api import (
+    MAX_ASSIGNED_EXPERTS,
+    MAX_ASSIGNED_PAIRS,
+    MAX_ASSIGNED_TOKENS,
     Activation,
     ExpertRows,
     Float8Weight,
@@ -53,6 +56,7 @@ def routing_of(plan: ExpertsPlan, scale: float) -> Routing:
         groups=how.groups,
         kept=how.kept,
         counted=2 if sigmoid else 1,
+        float32=True,
     )
 
 
@@ -407,24 +411,29 @@ class Experts:
         self, x: torch.Tensor, starts: torch.Tensor, kernels: "TritonKernels"
     ) -> tuple[torch.Tensor, ExpertRows]:
         """Return the weights of each token's experts, float32 ``[tokens, top_k]``, and the rows by expert."""
-        plan, logits = self.plan, self._logits(x, kernels)
+        plan, pairs = self.plan, len(x) * self.plan.top_k
         correction = None if plan.grouped is None or plan.grouped.correction is None else plan.grouped.correction()
         weights = x.new_empty((len(x), plan.top_k), dtype=torch.float32)
+        rows = ExpertRows(
+            x.new_empty(plan.num_experts, dtype=torch.int32), x.new_empty(pairs, dtype=torch.int32), plan.top_k
+        )
+        if not kernels.batch_invariant and _is_small(len(x), pairs, plan.num_experts):
+            bias = None if plan.biases is None else plan.biases[0]
+            kernels.assign(x, plan.router, bias, correction, starts, self.routing, weights, rows.ends, rows.order)
+            return weights, rows
         chosen = x.new_empty((len(x), plan.top_k), dtype=torch.int32)
-        kernels.route(logits, correction, starts, self.routing, weights, chosen)
-        ends = x.new_empty(plan.num_experts, dtype=torch.int32)
-        order = x.new_empty(chosen.numel(), dtype=torch.int32)
-        kernels.align(chosen, ends, order)
-        return weights, ExpertRows(ends, order, plan.top_k)
+        kernels.route(self._logits(x, kernels), correction, starts, self.routing, weights, chosen)
+        kernels.align(chosen, rows.ends, rows.order)
+        return weights, rows
 
     def _logits(self, x: torch.Tensor, kernels: "TritonKernels") -> torch.Tensor:
-        """Return the router's logits ``[tokens, experts]``: float32 for DeepSeek's routing, otherwise of the model's
+        """Return the router's logits ``[tokens, experts]``: float32 if the routing needs it, otherwise of the model's
         dtype.
         """
         plan = self.plan
         router: torch.Tensor = plan.router
         bias = None if plan.biases is None else plan.biases[0]
-        needs_float32 = plan.grouped is not None
+        needs_float32 = self.routing.float32
         if needs_float32 and x.dtype != router.dtype:
             x, router = x.float(), router.float()
         if not kernels.batch_invariant and (not needs_float32 or x.dtype == torch.float32):
@@ -433,6 +442,11 @@ class Experts:
         logits = x.new_empty((len(x), plan.num_experts), dtype=torch.float32 if needs_float32 else x.dtype)
         kernels.product(x, router, bias, 1.0, logits)
         return logits
+
+
+def _is_small(tokens: int, pairs: int, experts: int) -> bool:
+    """Return whether one kernel can compute the router of a step."""
+    return tokens <= MAX_ASSIGNED_TOKENS and pairs <= MAX_ASSIGNED_PAIRS and experts <= MAX_ASSIGNED_EXPERTS
 
 
 def _shared(shared: GatedMLP, x: torch.Tensor, kernels: "TritonKernels") -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from penstock_enginecore.attention.base import AttentionParams
 from penstock_enginecore.attention.kv_cache import UNSCALED, KVScales
 from penstock_enginecore.forward.cuda.buffers import MAX_CAPTURED_TOKENS
-from penstock_enginecore.forward.cuda.kernel_api import GroupInputs
+from penstock_enginecore.forward.cuda.kernel_api import GroupInputs, Routing
 from penstock_enginecore.forward.cuda.kernels import (
     activation,
     attention,
@@ -21,6 +21,7 @@ from penstock_enginecore.forward.cuda.kernels import (
     mixture,
     norm,
     quantized,
+    router,
     scaled,
 )
 from penstock_enginecore.forward.cuda.kernels import latent_attention as latent
@@ -60,6 +61,25 @@ class TritonKernels:
         self.grouped_product = partial(grouped.grouped_product, invariant=batch_invariant)
         self.quantized_grouped_product = partial(quantized.quantized_grouped_product, invariant=batch_invariant)
         self._scratch: dict[tuple[int, int, int, bool], list[attention.Scratch]] = {}
+        self._counters: dict[torch.device, torch.Tensor] = {}
+
+    def assign(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        correction: torch.Tensor | None,
+        starts: torch.Tensor,
+        routing: Routing,
+        weights: torch.Tensor,
+        ends: torch.Tensor,
+        order: torch.Tensor,
+    ) -> None:
+        """Choose and order experts with ``router.assign``. All layers and steps use the same counters."""
+        counters = self._counters.get(x.device)
+        if counters is None:
+            counters = self._counters[x.device] = torch.zeros(router.COUNTERS, dtype=torch.int32, device=x.device)
+        router.assign(x, weight, bias, correction, starts, routing, weights, ends, order, counters)
 
     def attend(
         self,

@@ -5,6 +5,8 @@ A pair is a token and one of its experts. The index of a pair is ``token * top_k
 Every result has a fixed order of sums, and depends only on the token's own values.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -46,21 +48,33 @@ def route(
             f"shapes do not match: logits {list(logits.shape)}, weights {list(weights.shape)}, chosen "
             f"{list(chosen.shape)}, {routing.top_k} experts per token"
         )
+    check_routing(routing, correction, experts)
+    check_strides(logits, starts, weights, chosen)
+    if not tokens:
+        return
+    constants = constants_of(routing, experts)
+    _route[(tokens,)](
+        logits, correction, starts, weights, chosen, len(starts) - 1, experts, routing.scale, **constants,
+        num_warps=max(1, min(4, constants["EXPERTS"] // 256)),
+    )  # fmt: skip
+
+
+def constants_of(routing: Routing, experts: int) -> dict[str, Any]:
+    """Return the compile-time constants of the choice among ``experts`` experts."""
+    return {
+        "TOP_K": routing.top_k, "SIGMOID": routing.sigmoid, "RENORMALIZE": routing.renormalize,
+        "GROUPS": routing.groups, "KEPT": routing.kept, "GROUP_SIZE": experts // routing.groups,
+        "COUNTED": routing.counted, "LEAST_SUM": _LEAST_SUM, "EXPERTS": max(16, triton.next_power_of_2(experts)),
+        "CHOICES": triton.next_power_of_2(routing.top_k), "GROUPS_PADDED": triton.next_power_of_2(routing.groups),
+    }  # fmt: skip
+
+
+def check_routing(routing: Routing, correction: torch.Tensor | None, experts: int) -> None:
+    """Raise ValueError if ``routing`` or the correction does not fit the number of experts."""
     if (correction is not None and correction.shape != (experts,)) or experts % routing.groups:
         raise ValueError(
             f"the correction has a wrong shape, or {experts} experts have no {routing.groups} equal groups"
         )
-    _check_strides(logits, starts, weights, chosen)
-    if not tokens:
-        return
-    padded = max(16, triton.next_power_of_2(experts))
-    _route[(tokens,)](
-        logits, correction, starts, weights, chosen, len(starts) - 1, experts, routing.scale, TOP_K=routing.top_k,
-        SIGMOID=routing.sigmoid, RENORMALIZE=routing.renormalize, GROUPS=routing.groups, KEPT=routing.kept,
-        GROUP_SIZE=experts // routing.groups, COUNTED=routing.counted, LEAST_SUM=_LEAST_SUM, EXPERTS=padded,
-        CHOICES=triton.next_power_of_2(routing.top_k), GROUPS_PADDED=triton.next_power_of_2(routing.groups),
-        num_warps=max(1, min(4, padded // 256)),
-    )  # fmt: skip
 
 
 def align(chosen: torch.Tensor, ends: torch.Tensor, order: torch.Tensor) -> None:
@@ -77,7 +91,7 @@ def align(chosen: torch.Tensor, ends: torch.Tensor, order: torch.Tensor) -> None
     """
     if order.shape != (chosen.numel(),):
         raise ValueError(f"shapes do not match: chosen {list(chosen.shape)}, order {list(order.shape)}")
-    _check_strides(chosen, ends, order)
+    check_strides(chosen, ends, order)
     # One more program orders the pairs without an expert.
     block = min(_BLOCK, max(16, triton.next_power_of_2(chosen.numel())))
     _align[(len(ends) + 1,)](chosen, ends, order, chosen.numel(), len(ends), BLOCK=block)
@@ -94,7 +108,7 @@ def weighted_sum(x: WeightedRows, out: torch.Tensor) -> None:
     tokens, width = x.shape
     if out.shape != x.shape:
         raise ValueError(f"the sum has shape {list(x.shape)}, but the output has shape {list(out.shape)}")
-    _check_strides(out)
+    check_strides(out)
     if not tokens:
         return
     _weighted_rows[(tokens, triton.cdiv(width, _BLOCK))](
@@ -102,7 +116,8 @@ def weighted_sum(x: WeightedRows, out: torch.Tensor) -> None:
     )
 
 
-def _check_strides(*tensors: torch.Tensor) -> None:
+def check_strides(*tensors: torch.Tensor) -> None:
+    """Raise ValueError if a tensor is not contiguous."""
     if not all(tensor.is_contiguous() for tensor in tensors):
         raise ValueError("all tensors of a mixture of experts must be contiguous")
 
@@ -114,66 +129,88 @@ def _route(
     GROUP_SIZE: tl.constexpr, COUNTED: tl.constexpr, LEAST_SUM: tl.constexpr, EXPERTS: tl.constexpr,
     CHOICES: tl.constexpr, GROUPS_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Choose the experts of one token. ``COUNTED`` is the number of best scores, 1 or 2, whose sum is the score of a
-    group.
+    """Choose the experts of one token."""
+    token = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    index = tl.arange(0, EXPERTS)[None, :]
+    value = tl.load(logits + token[:, None] * experts + index, mask=index < experts, other=0.0).to(tl.float32)
+    choose(
+        value, correction, starts, weights, chosen, token, token >= 0, requests, experts, scale, TOP_K, SIGMOID,
+        RENORMALIZE, GROUPS, KEPT, GROUP_SIZE, COUNTED, LEAST_SUM, 1, EXPERTS, CHOICES, GROUPS_PADDED,
+    )  # fmt: skip
+
+
+@triton.jit
+def choose(
+    value, correction, starts, weights, chosen, token, there, requests, experts, scale,
+    TOP_K: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, COUNTED: tl.constexpr, LEAST_SUM: tl.constexpr, TOKENS: tl.constexpr,
+    EXPERTS: tl.constexpr, CHOICES: tl.constexpr, GROUPS_PADDED: tl.constexpr,
+):  # fmt: skip
+    """Choose the experts of ``TOKENS`` tokens from the logits ``value`` ``[TOKENS, EXPERTS]``, and store the results of
+    the tokens for which ``there`` is true.
+
+    Logits of experts that do not exist are ignored. ``COUNTED`` is the number of best scores, 1 or 2, whose sum is the
+    score of a group.
     """
-    token = tl.program_id(0).to(tl.int64)
-    index = tl.arange(0, EXPERTS)
-    free = index < experts
-    value = tl.load(logits + token * experts + index, mask=free, other=float("-inf")).to(tl.float32)
+    index = tl.arange(0, EXPERTS)[None, :]
+    value = tl.where(index < experts, value, float("-inf"))
     if SIGMOID:
         scores = tl.sigmoid(value)
     else:
-        powers = tl.exp(value - tl.max(value, 0))
-        scores = powers / tl.sum(powers, 0)
+        powers = tl.exp(value - tl.max(value, 1)[:, None])
+        scores = powers / tl.sum(powers, 1)[:, None]
     ranked = scores
     if correction is not None:
-        ranked += tl.load(correction + index, mask=free, other=0.0).to(tl.float32)
+        ranked += tl.load(correction + index, mask=index < experts, other=0.0).to(tl.float32)
+    free = tl.broadcast_to(index < experts, (TOKENS, EXPERTS))
     if KEPT < GROUPS:
-        ranked = _of_best_groups(ranked, free, index, GROUPS, KEPT, GROUP_SIZE, COUNTED, EXPERTS, GROUPS_PADDED)
-    choice = tl.arange(0, CHOICES)
-    found = tl.zeros((CHOICES,), tl.int32)
-    factors = tl.zeros((CHOICES,), tl.float32)
+        ranked = _of_best_groups(ranked, free, index, GROUPS, KEPT, GROUP_SIZE, COUNTED, TOKENS, EXPERTS, GROUPS_PADDED)
+    choice = tl.arange(0, CHOICES)[None, :]
+    found = tl.zeros((TOKENS, CHOICES), tl.int32)
+    factors = tl.zeros((TOKENS, CHOICES), tl.float32)
     for i in range(TOP_K):
         first = _best(ranked, free, index, EXPERTS)
-        factor = tl.sum(tl.where(index == first, scores, 0.0), 0)
+        factor = tl.sum(tl.where(index == first, scores, 0.0), 1)[:, None]
         factor = tl.where(first < EXPERTS, factor, float("nan"))
         found = tl.where(choice == i, tl.minimum(first, experts), found)
         factors = tl.where(choice == i, factor, factors)
         free = free & (index != first)
     if RENORMALIZE:
-        factors = factors / (tl.sum(factors, 0) + LEAST_SUM)
-    found = tl.where(token < tl.load(starts + requests), found, experts)
-    place = token * TOP_K + choice
-    tl.store(weights + place, factors * scale, mask=choice < TOP_K)
-    tl.store(chosen + place, found, mask=choice < TOP_K)
+        factors = factors / (tl.sum(factors, 1)[:, None] + LEAST_SUM)
+    found = tl.where((token < tl.load(starts + requests))[:, None], found, experts)
+    place = token[:, None] * TOP_K + choice
+    stored = there[:, None] & (choice < TOP_K)
+    tl.store(weights + place, factors * scale, mask=stored)
+    tl.store(chosen + place, found, mask=stored)
 
 
 @triton.jit
 def _best(values, free, index, SIZE: tl.constexpr):
-    """Return the lowest index of the largest value among those with ``free``, or ``SIZE`` if no value is a number."""
-    best = tl.max(tl.where(free, values, float("-inf")), 0)
-    return tl.min(tl.where(free & (values == best), index, SIZE), 0)
+    """Return for each row the lowest index of the largest value among those with ``free``, or ``SIZE`` if no value is a
+    number. All shapes are ``[rows, columns]``, and the result has one column.
+    """
+    best = tl.max(tl.where(free, values, float("-inf")), 1)[:, None]
+    return tl.min(tl.where(free & (values == best), index, SIZE), 1)[:, None]
 
 
 @triton.jit
 def _of_best_groups(
     ranked, known, index, GROUPS: tl.constexpr, KEPT: tl.constexpr, GROUP_SIZE: tl.constexpr, COUNTED: tl.constexpr,
-    EXPERTS: tl.constexpr, GROUPS_PADDED: tl.constexpr,
+    TOKENS: tl.constexpr, EXPERTS: tl.constexpr, GROUPS_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Return ``ranked`` with minus infinity for experts outside the ``KEPT`` best groups."""
+    """Return ``ranked`` with minus infinity for experts outside the ``KEPT`` best groups of their token."""
     group = index // GROUP_SIZE
-    nth = tl.arange(0, GROUPS_PADDED)
-    of_groups = tl.full((GROUPS_PADDED,), float("-inf"), tl.float32)
+    nth = tl.arange(0, GROUPS_PADDED)[None, :]
+    of_groups = tl.full((TOKENS, GROUPS_PADDED), float("-inf"), tl.float32)
     for i in range(GROUPS):
         own = known & (group == i)
-        total = tl.max(tl.where(own, ranked, float("-inf")), 0)
+        total = tl.max(tl.where(own, ranked, float("-inf")), 1)[:, None]
         if COUNTED == 2:
             others = own & (index != _best(ranked, own, index, EXPERTS))
-            total += tl.max(tl.where(others, ranked, float("-inf")), 0)
+            total += tl.max(tl.where(others, ranked, float("-inf")), 1)[:, None]
         of_groups = tl.where(nth == i, total, of_groups)
-    left = nth < GROUPS
-    kept = index < 0
+    left = tl.broadcast_to(nth < GROUPS, (TOKENS, GROUPS_PADDED))
+    kept = tl.zeros((TOKENS, EXPERTS), tl.int1)
     for _ in range(KEPT):
         first = _best(of_groups, left, nth, GROUPS_PADDED)
         kept = kept | (group == first)

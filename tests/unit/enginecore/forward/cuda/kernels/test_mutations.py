@@ -181,7 +181,7 @@ MUTATIONS: dict[str, list[tuple[Run, str, str]]] = {
     ],
     "mixture": [
         (routed, "COUNTED == 2", "COUNTED == 3"),
-        (routed, "token < tl.load(starts + requests)", "token <= tl.load(starts + requests)"),
+        (routed, "(token < tl.load(starts", "(token <= tl.load(starts"),
         (routed, "factors * scale", "factors"),
         (routed, "tl.where(index == first, scores, 0.0)", "tl.where(index == first, ranked, 0.0)"),
         (routed, "free = free & (index != first)", "free = free & (index >= 0)"),
