@@ -5,45 +5,82 @@ its rows from the tokens, apply the gated activation to its sums, or scatter its
 experts. So a mixture of experts needs no other kernel to move or activate rows.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from penstock_enginecore.forward.cuda.kernel_api import Activation, ClampedGate
 from penstock_enginecore.forward.cuda.kernels.activation import activated
-from penstock_enginecore.forward.cuda.kernels.configurations import dense_expert_tiles, device_name
+from penstock_enginecore.forward.cuda.kernels.configurations import (
+    DenseExpertTiles,
+    ExpertTiles,
+    InvariantTiles,
+    dense_expert_tiles,
+    device_name,
+)
 from penstock_enginecore.forward.cuda.kernels.invariant import tile_sums
 from penstock_enginecore.forward.cuda.kernels.work import find
 
 
-def grid_rows(rows: int, experts: int, block_m: int) -> int:
-    """Return the maximum number of tiles of ``block_m`` rows for ``rows`` rows. A tile has at least one row, and each
-    expert has at most one partial tile.
-    """
-    return min(rows, rows // block_m + experts)
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Arguments of every grouped product, for dense and quantized weights; see ``grouped_product``."""
 
+    x: torch.Tensor
+    bias: torch.Tensor | None
+    ends: torch.Tensor
+    out: torch.Tensor
+    order: torch.Tensor | None
+    top_k: int
+    activation: Activation | ClampedGate | None
 
-def gate_constants(activation: Activation | ClampedGate | None) -> tuple[float, float, str]:
-    """Return alpha and limit of an activation, and its kind as a compile-time constant. No activation has no kind."""
-    if isinstance(activation, ClampedGate):
-        return activation.alpha, activation.limit, "clamped"
-    return 0.0, 0.0, activation or ""
+    def check(self, weight: Sequence[torch.Tensor], experts: int, out_features: int, in_features: int) -> None:
+        """Check the arguments against a weight of the given sizes, whose tensors are ``weight``. Raises ValueError if a
+        shape is wrong or a tensor is not contiguous.
+        """
+        width = out_features if self.activation is None else out_features // 2
+        if self.x.shape[1] != in_features or self.out.shape[1] != width:
+            raise ValueError(
+                f"shapes do not match: input {list(self.x.shape)}, weights of {experts} experts with {out_features} "
+                f"rows of {in_features} columns, output {list(self.out.shape)}"
+            )
+        if self.ends.shape != (experts,):
+            raise ValueError(f"`ends` has shape {list(self.ends.shape)}, but there are {experts} experts")
+        rows = len(self.x) if self.order is None else len(self.x) * max(1, self.top_k)
+        if self.order is not None and self.order.shape != (rows,):
+            raise ValueError(f"`order` has shape {list(self.order.shape)}, but there are {rows} rows")
+        if len(self.out) != rows:
+            raise ValueError(f"the output has {len(self.out)} rows, but the product has {rows} rows")
+        if self.bias is not None and self.bias.shape != (experts, out_features):
+            raise ValueError(
+                f"`bias` has shape {list(self.bias.shape)}, but {experts} experts have {out_features} rows each"
+            )
+        given = [each for each in (self.bias, self.order) if each is not None]
+        if not all(each.is_contiguous() for each in (self.x, self.ends, self.out, *weight, *given)):
+            raise ValueError("all tensors of a matrix product must be contiguous")
 
+    def constants(self) -> dict[str, Any]:
+        """Return the compile-time constants of these arguments."""
+        experts = max(16, triton.next_power_of_2(len(self.ends)))
+        gate = "clamped" if isinstance(self.activation, ClampedGate) else self.activation or ""
+        return {"EXPERTS": experts, "TOP_K": self.top_k, "GATE": gate}
 
-def check_rows(
-    x: torch.Tensor, ends: torch.Tensor, order: torch.Tensor | None, top_k: int, out: torch.Tensor, experts: int
-) -> None:
-    """Check the arguments that all grouped products have. Raises ValueError if a shape is wrong."""
-    if ends.shape != (experts,):
-        raise ValueError(f"`ends` has shape {list(ends.shape)}, but there are {experts} experts")
-    if order is None:
-        wanted = len(x)
-    else:
-        wanted = len(x) * max(1, top_k)
-        if order.shape != (wanted,):
-            raise ValueError(f"`order` has shape {list(order.shape)}, but there are {wanted} rows")
-    if len(out) != wanted:
-        raise ValueError(f"the output has {len(out)} rows, but the product has {wanted} rows")
+    @property
+    def gate(self) -> tuple[float, float]:
+        """Alpha and limit of the activation. They are 0 except for ``ClampedGate``."""
+        gate = self.activation
+        return (gate.alpha, gate.limit) if isinstance(gate, ClampedGate) else (0.0, 0.0)
+
+    def grid(self, tiles: ExpertTiles | DenseExpertTiles | InvariantTiles, out_features: int) -> tuple[int, int]:
+        """Return the grid of a product: tiles of rows, and tiles of output features. A tile of rows has at least one
+        row, and each expert has at most one partial tile.
+        """
+        rows = len(self.out)
+        return min(rows, rows // tiles.block_m + len(self.ends)), triton.cdiv(out_features, tiles.block_n)
 
 
 def grouped_product(
@@ -82,28 +119,19 @@ def grouped_product(
     Raises:
         ValueError: Shapes or strides are not supported.
     """
-    in_features, experts = x.shape[1], len(weight)
-    out_features = weight.shape[2 if transposed else 1]
-    width = out_features if activation is None else out_features // 2
-    if weight.shape[1 if transposed else 2] != in_features or out.shape[1] != width:
-        raise ValueError(
-            f"shapes do not match: input {list(x.shape)}, weight {list(weight.shape)}, output {list(out.shape)}"
-        )
-    check_rows(x, ends, order, top_k, out, experts)
-    if not all(part.is_contiguous() for part in (x, weight, out, ends, *([] if order is None else [order]))):
-        raise ValueError("all tensors of a matrix product must be contiguous")
+    groups = Groups(x, bias, ends, out, order, top_k, activation)
+    experts, out_features, in_features = weight.transpose(1, 2).shape if transposed else weight.shape
+    groups.check([weight], experts, out_features, in_features)
     rows = len(out)
     if not rows:
         return
     of_device = device_name(x.device)
     tiles = dense_expert_tiles(rows // experts, out_features, x.element_size(), of_device, invariant=invariant)
-    alpha, limit, gate = gate_constants(activation)
-    grid = grid_rows(rows, experts, tiles.block_m), triton.cdiv(out_features, tiles.block_n)
-    grouped_tiles[grid](
-        x, weight, bias, ends, order, out, experts, out_features, in_features, alpha, limit,
+    grouped_tiles[groups.grid(tiles, out_features)](
+        x, weight, bias, ends, order, out, experts, out_features, in_features, *groups.gate,
         EVEN=in_features % tiles.block_k == 0, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", EXPERTS=max(16, triton.next_power_of_2(experts)),
-        TRANSPOSED=transposed, TOP_K=top_k, GATE=gate, num_warps=tiles.warps, num_stages=tiles.stages,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", TRANSPOSED=transposed, **groups.constants(),
+        num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
 
 

@@ -29,11 +29,9 @@ from penstock_enginecore.forward.cuda.kernels.configurations import (
 )
 from penstock_enginecore.forward.cuda.kernels.conversions import beside_int4, beside_mxfp4, element
 from penstock_enginecore.forward.cuda.kernels.grouped import (
-    check_rows,
+    Groups,
     expert_places,
     find_rows,
-    gate_constants,
-    grid_rows,
     store_rows,
 )
 from penstock_enginecore.forward.cuda.kernels.invariant import places, store
@@ -159,18 +157,9 @@ def quantized_grouped_product(
         ValueError: Shapes or strides are not supported, or the number of columns of a part does not divide the number
             of columns of a block.
     """
-    in_features, (experts, out_features) = x.shape[1], weight.numbers.shape[:2]
-    width = out_features if activation is None else out_features // 2
-    if weight.in_features != in_features or out.shape[1] != width:
-        raise ValueError(
-            f"shapes do not match: input {list(x.shape)}, weights of {experts} experts with {out_features} rows of "
-            f"{weight.in_features} columns, output {list(out.shape)}"
-        )
-    check_rows(x, ends, order, top_k, out, experts)
-    if bias is not None and bias.shape != (experts, out_features):
-        raise ValueError(f"`bias` has shape {list(bias.shape)}, but {experts} experts have {out_features} rows each")
-    if not all(part.is_contiguous() for part in (x, ends, out, *weight.tensors, *([] if order is None else [order]))):
-        raise ValueError("all tensors of a matrix product must be contiguous")
+    groups = Groups(x, bias, ends, out, order, top_k, activation)
+    in_features, (experts, out_features) = weight.in_features, weight.numbers.shape[:2]
+    groups.check(weight.tensors, experts, out_features, in_features)
     blocks = triton.cdiv(in_features, weight.width)
     for part in weight.tensors[1:]:
         if part.shape != (experts, blocks, out_features):
@@ -182,11 +171,9 @@ def quantized_grouped_product(
     constants = _constants(weight, tiles, x.dtype)
     if not rows:
         return
-    alpha, limit, gate = gate_constants(activation)
-    grid = grid_rows(rows, experts, tiles.block_m), triton.cdiv(out_features, tiles.block_n)
-    quantized_experts[grid](
+    quantized_experts[groups.grid(tiles, out_features)](
         x, weight.numbers, *_zeros_and_scales(weight), bias, ends, order, out, experts, out_features, in_features,
-        blocks, alpha, limit, EXPERTS=max(16, triton.next_power_of_2(experts)), TOP_K=top_k, GATE=gate, **constants,
+        blocks, *groups.gate, **groups.constants(), **constants,
     )  # fmt: skip
 
 

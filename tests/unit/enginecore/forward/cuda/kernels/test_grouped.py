@@ -88,7 +88,9 @@ def test_no_rows() -> None:
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
     x, out, ends = numbers(3, 8), torch.empty(3, 4), torch.zeros(2, dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"input \[3, 8\], weight \[2, 8, 4\], output \[3, 4\]"):
+    with pytest.raises(
+        ValueError, match=r"input \[3, 8\], weights of 2 experts with 8 rows of 4 columns, output \[3, 4\]"
+    ):
         grouped.grouped_product(x, numbers(2, 8, 4), None, ends, out)
     with pytest.raises(ValueError, match=r"`ends` has shape \[2\], but there are 3 experts"):
         grouped.grouped_product(x, numbers(3, 4, 8), None, ends, out)
@@ -96,5 +98,9 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         grouped.grouped_product(x, numbers(2, 4, 8), None, ends, out, order=ends, top_k=2)
     with pytest.raises(ValueError, match="the output has 3 rows, but the product has 2 rows"):
         grouped.grouped_product(x[:2], numbers(2, 4, 8), None, ends, out)
+    with pytest.raises(ValueError, match=r"`bias` has shape \[2, 3\], but 2 experts have 4 rows each"):
+        grouped.grouped_product(x, numbers(2, 4, 8), numbers(2, 3), ends, out)
     with pytest.raises(ValueError, match="contiguous"):
         grouped.grouped_product(numbers(8, 3).t(), numbers(2, 4, 8), None, ends, out)
+    with pytest.raises(ValueError, match="contiguous"):
+        grouped.grouped_product(x, numbers(2, 4, 8), numbers(4, 2).t(), ends, out)
