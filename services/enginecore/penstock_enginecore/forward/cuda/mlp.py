@@ -353,8 +353,9 @@ class Experts:
     """Mixture of experts with a router. Dense weights stay in the model's modules, because the modules already store
     them in the required layout.
 
-    A step has six launches: logits, choice of experts, order of rows, the two grouped products, and the weighted sum.
-    A shared MLP has three more.
+    A step of few tokens has three launches: the router and the two grouped products. Larger steps and batch-invariant
+    kernels have separate launches for logits, choice of experts and order of rows. A shared MLP has three more. The
+    kernel of the next norm computes the weighted sum.
     """
 
     plan: ExpertsPlan
