@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from penstock_enginecore.forward.cuda.kernel_api import Kind
+from penstock_enginecore.forward.cuda.kernel_api import MAX_ASSIGNED_TOKENS, Kind
 from penstock_enginecore.forward.cuda.kernels.configurations import (
     DenseExpertTiles,
     ExpertTiles,
@@ -20,11 +20,15 @@ EXPERTS = 128
 _KINDS: tuple[Kind, ...] = ("float8", "int4", "mxfp4")
 _ARGUMENTS: dict[str, str | None] = {
     "x": "*bf16", "zeros": None, "bias": None, "ends": "*i32", "order": "*i32", "out": "*bf16", "experts": "i32",
-    "out_features": "i32", "in_features": "i32", "blocks": "i32", "alpha": "fp32", "limit": "fp32",
+    "out_features": "i32", "in_features": "i32", "blocks": "i32", "alpha": "fp32", "limit": "fp32", "tiles": "i32",
+    "shared_x": None, "shared_weight": None, "shared_out": None, "tokens": "i32", "shared_out_features": "i32",
+    "shared_in_features": "i32",
 }  # fmt: skip
 _ALIGNED = frozenset(
     {"x", "weight", "numbers", "zeros", "scales", "bias", "ends", "order", "out", "out_features", "in_features"}
+    | {"shared_x", "shared_weight", "shared_out", "shared_out_features", "shared_in_features"}
 )
+_SHARED = {"shared_x": "*bf16", "shared_weight": "*bf16", "shared_out": "*bf16"}
 _GATHERS = {"TOP_K": 8, "GATE": "silu"}
 _SCATTERS = {"TOP_K": 0, "GATE": ""}
 
@@ -39,8 +43,11 @@ def kernels() -> Iterator[Kernel]:
         yield from _of(tiles, str(tiles.rows))
     for dense in load_tuned().dense_experts:
         for role, constants in (("gather", _GATHERS), ("scatter", _SCATTERS)):
-            own = {"BLOCK_K": dense.block_k, "TRANSPOSED": False, **constants}
+            own = {"BLOCK_K": dense.block_k, "TRANSPOSED": False, "SHARED_EVEN": True, **constants}
             yield _kernel(f"16-bit experts, {dense.rows} rows, {role}", dense, {"weight": "*bf16"}, own)
+            if dense.rows <= MAX_ASSIGNED_TOKENS:
+                types = {"weight": "*bf16", **_SHARED}
+                yield _kernel(f"16-bit experts and shared MLP, {dense.rows} rows, {role}", dense, types, own)
     for kind in _KINDS:
         for kernel in _of(expert_tiles(1, kind, invariant=True), "any"):
             yield replace(kernel, name=f"invariant {kernel.name}")

@@ -14,6 +14,7 @@ from penstock_enginecore.forward.cuda.kernel_api import (
     QuantizedWeight,
     RotaryTable,
     Routing,
+    SharedProduct,
     StackedWeight,
     WeightedRows,
 )
@@ -242,7 +243,11 @@ class TorchKernels:
         top_k: int = 0,
         activation: Activation | ClampedGate | None = None,
         transposed: bool = False,
+        shared: SharedProduct | None = None,
     ) -> None:
+        if shared is not None:
+            for row, target in zip(shared.x, shared.out, strict=True):
+                target.copy_(_activated(shared.weight.double() @ row.double(), activation))
         matrices = [matrix.t() if transposed else matrix for matrix in weight]
         _multiply_groups(x, matrices, bias, ends, out, order, top_k, activation)
 

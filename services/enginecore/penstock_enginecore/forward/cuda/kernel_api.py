@@ -257,6 +257,32 @@ class ExpertRows:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedProduct:
+    """Product of a shared MLP, which the launch of a product of experts computes too. It has the same activation.
+
+    Attributes:
+        x: ``[tokens, in_features]``.
+        weight: ``[out_features, in_features]``.
+        out: ``[tokens, out_features]``, or ``[tokens, out_features / 2]`` with an activation.
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    out: torch.Tensor
+
+    def check(self, *, activated: bool) -> None:
+        """Raise ValueError if the shapes do not fit, or if a tensor is not contiguous."""
+        (tokens, in_features), (out_features, columns) = self.x.shape, self.weight.shape
+        tensors = self.x, self.weight, self.out
+        width = out_features // 2 if activated else out_features
+        if columns != in_features or self.out.shape != (tokens, width):
+            shapes = ", ".join(str(list(each.shape)) for each in tensors)
+            raise ValueError(f"shapes of the shared product do not match: {shapes}")
+        if not all(tensor.is_contiguous() for tensor in tensors):
+            raise ValueError("all tensors of a matrix product must be contiguous")
+
+
+@dataclass(frozen=True, slots=True)
 class WeightedRows:
     """Output of a mixture of experts before the sum over each token's experts.
 

@@ -22,10 +22,20 @@ from penstock_enginecore.forward.cuda.kernel_api import (
     Int4Weight,
     Mxfp4Weight,
     Routing,
+    SharedProduct,
     StackedWeight,
     WeightedRows,
 )
-from penstock_enginecore.forward.cuda.linear import Held, Product, int4_weight, joined, keeps, merged, packed_float8
+from penstock_enginecore.forward.cuda.linear import (
+    Dense,
+    Held,
+    Product,
+    int4_weight,
+    joined,
+    keeps,
+    merged,
+    packed_float8,
+)
 from penstock_enginecore.forward.cuda.packing import PackedFloat8, pack_e2m1, part_of_4_bits, words_of_4_bits
 from penstock_enginecore.models.decoder_plan import ClampedGate, ExpertsPlan, MLPPlan, OtherMixture
 from penstock_enginecore.models.errors import UnsuitableError
@@ -130,10 +140,15 @@ class DenseGroups:
         return self._weight.shape[2 if self._transposed else 1]
 
     def gather(
-        self, x: torch.Tensor, rows: ExpertRows, activation: Activation | ClampedGate, out: torch.Tensor
+        self,
+        x: torch.Tensor,
+        rows: ExpertRows,
+        activation: Activation | ClampedGate,
+        out: torch.Tensor,
+        shared: SharedProduct | None = None,
     ) -> None:
-        """Compute the product; see ``GroupedProduct.gather``."""
-        if self._is_fast(rows) and not isinstance(activation, ClampedGate):
+        """Compute the product, and ``shared`` in the same launch; see ``GroupedProduct.gather``."""
+        if shared is None and self._is_fast(rows) and not isinstance(activation, ClampedGate):
             gate_up = self._by_torch(x.index_select(0, rows.order // rows.top_k), rows)
             self._kernels.gated(gate_up, activation, out)
             return
@@ -147,15 +162,18 @@ class DenseGroups:
             top_k=rows.top_k,
             activation=activation,
             transposed=self._transposed,
+            shared=shared,
         )
 
-    def scatter(self, x: torch.Tensor, rows: ExpertRows, out: torch.Tensor) -> None:
-        """Compute the product; see ``GroupedProduct.scatter``."""
-        if self._is_fast(rows):
+    def scatter(
+        self, x: torch.Tensor, rows: ExpertRows, out: torch.Tensor, shared: SharedProduct | None = None
+    ) -> None:
+        """Compute the product, and ``shared`` in the same launch; see ``GroupedProduct.scatter``."""
+        if shared is None and self._is_fast(rows):
             out.index_copy_(0, rows.order.long(), self._by_torch(x, rows))
             return
         self._kernels.grouped_product(
-            x, self._weight, self._bias, rows.ends, out, order=rows.order, transposed=self._transposed
+            x, self._weight, self._bias, rows.ends, out, order=rows.order, transposed=self._transposed, shared=shared
         )
 
     def _is_fast(self, rows: ExpertRows) -> bool:
@@ -349,13 +367,24 @@ class GatedMLP:
 
 
 @dataclass(frozen=True, slots=True)
+class _DenseProducts:
+    """Products of experts and of a shared MLP, all with dense weights and without biases of the shared MLP."""
+
+    gate_up: DenseGroups
+    down: DenseGroups
+    shared_gate_up: Dense
+    shared_down: Dense
+
+
+@dataclass(frozen=True, slots=True)
 class Experts:
     """Mixture of experts with a router. Dense weights stay in the model's modules, because the modules already store
     them in the required layout.
 
     A step of few tokens has three launches: the router and the two grouped products. Larger steps and batch-invariant
-    kernels have separate launches for logits, choice of experts and order of rows. A shared MLP has three more. The
-    kernel of the next norm computes the weighted sum.
+    kernels have separate launches for logits, choice of experts and order of rows. A shared MLP has three more, except
+    in small steps with dense weights: then the launches of the experts compute it. The kernel of the next norm computes
+    the weighted sum.
     """
 
     plan: ExpertsPlan
@@ -403,10 +432,35 @@ class Experts:
         plan, pairs = self.plan, len(x) * self.plan.top_k
         weights, rows = self._routed(x, inputs.groups[0].query_start_loc, kernels)
         gated = x.new_empty(pairs, self.gate_up.out_features // 2)
-        self.gate_up.gather(x, rows, plan.activation, gated)
         down = x.new_empty(pairs, x.shape[1])
-        self.down.scatter(gated, rows, down)
-        return WeightedRows(down, weights, None if self.shared is None else _shared(self.shared, x, kernels))
+        shared, dense = self.shared, self._dense(len(x), kernels)
+        if dense is None:
+            self.gate_up.gather(x, rows, plan.activation, gated)
+            self.down.scatter(gated, rows, down)
+            return WeightedRows(down, weights, None if shared is None else _shared(shared, x, kernels))
+        shared_gated, shared_out = x.new_empty(len(x), dense.shared_down.in_features), torch.empty_like(x)
+        first = SharedProduct(x, dense.shared_gate_up.weight, shared_gated)
+        dense.gate_up.gather(x, rows, plan.activation, gated, first)
+        last = SharedProduct(shared_gated, dense.shared_down.weight, shared_out)
+        dense.down.scatter(gated, rows, down, last)
+        return WeightedRows(down, weights, shared_out)
+
+    def _dense(self, tokens: int, kernels: "TritonKernels") -> "_DenseProducts | None":
+        """Return the products of experts and shared MLP if two launches can compute them. Otherwise, or without a
+        shared MLP, return None.
+
+        Steps must be small. In larger steps, each weight of the shared MLP is used so often that torch's products are
+        faster.
+        """
+        shared = self.shared
+        if shared is None or kernels.batch_invariant or tokens > MAX_ASSIGNED_TOKENS:
+            return None
+        if shared.plan.activation != self.plan.activation or shared.scale != 1.0:
+            return None
+        match self.gate_up, self.down, shared.gate_up, shared.down:
+            case DenseGroups() as gate_up, DenseGroups() as down, Dense(bias=None) as first, Dense(bias=None) as last:
+                return _DenseProducts(gate_up, down, first, last)
+        return None
 
     def _routed(
         self, x: torch.Tensor, starts: torch.Tensor, kernels: "TritonKernels"

@@ -132,8 +132,8 @@ NOT_LAUNCHED |= {
         ("mixtral", {}, 3, 9, 27),
         ("qwen3_moe", {}, 3, 9, 25),
         ("gpt_oss", {}, 3, 9, 37),
-        ("dots1", {"first_k_dense_replace": 0}, 6, 12, 41),
-        ("deepseek_v3", {"first_k_dense_replace": 0}, 6, 16, 48),
+        ("dots1", {"first_k_dense_replace": 0}, 3, 9, 41),
+        ("deepseek_v3", {"first_k_dense_replace": 0}, 3, 13, 48),
     ],
 )
 @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""The number of launches of each layer of a dense model, counted with the Triton kernels in their interpreter."""
+"""The number of launches of each layer, counted with the Triton kernels in their interpreter."""
 
 from collections import Counter
 from pathlib import Path
@@ -46,13 +46,19 @@ class Counted(TorchDispatchMode):
 
 @torch.inference_mode()
 def launches_per_layer(
-    step: tuple[ForwardBatch, Any], max_len: int, path: Path, monkeypatch: pytest.MonkeyPatch, *, invariant: bool
+    step: tuple[ForwardBatch, Any],
+    max_len: int,
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    invariant: bool,
+    architecture: str = "llama",
 ) -> Counter[str]:
     """Return the launches of a step of two layers, minus the launches of a step of one layer."""
     counts = []
     for layers in (1, 2):
         folder = path / str(layers)
-        save_tiny_model("llama", folder, num_hidden_layers=layers, max_position_embeddings=max_len)
+        save_tiny_model(architecture, folder, num_hidden_layers=layers, max_position_embeddings=max_len)
         forward = FusedForward(load_probed(folder), TritonKernels(batch_invariant=invariant))
         forward.bind(caches := forward.memory.throwaway(BLOCK_SIZE, 64))
         for layer in caches.values():  # earlier tokens were not computed, so their memory has arbitrary values
@@ -85,3 +91,18 @@ def test_a_dense_layer_launches_no_empty_attention_kernel(
 def test_a_batch_invariant_layer_launches_one_attention_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = launches_per_layer(decodes([33, 7], 0), 512, tmp_path, monkeypatch, invariant=True)
     assert found - Counter({"product_tiles": 4}) == DENSE - Counter({"mm": 4}) + Counter(["prefill_tiles"])
+
+
+@pytest.mark.parametrize(
+    ("invariant", "of_products"),
+    [
+        (False, {"mm": 2, "split_keys": 1, "_assign": 1}),
+        (True, {"product_tiles": 3, "prefill_tiles": 1, "_route": 1, "_align": 1}),
+    ],
+)
+def test_a_mixture_of_experts_has_few_launches(
+    invariant: bool, of_products: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = decodes([33, 7], 0)
+    found = launches_per_layer(step, 512, tmp_path, monkeypatch, invariant=invariant, architecture="qwen3_moe")
+    assert found == Counter({"grouped_tiles": 2, "_add_rms_norm": 2, "_prologue": 1}) + Counter(of_products)

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock_enginecore.forward.cuda.kernel_api import Activation, ClampedGate
+from penstock_enginecore.forward.cuda.kernel_api import Activation, ClampedGate, SharedProduct
 from penstock_enginecore.forward.cuda.kernels.activation import activated
 from penstock_enginecore.forward.cuda.kernels.configurations import (
     DenseExpertTiles,
@@ -94,6 +94,7 @@ def grouped_product(
     top_k: int = 0,
     activation: Activation | ClampedGate | None = None,
     transposed: bool = False,
+    shared: SharedProduct | None = None,
     invariant: bool = False,
 ) -> None:
     """Multiply each expert's rows by the expert's weight, add the expert's bias, apply the activation if given, and
@@ -114,6 +115,7 @@ def grouped_product(
         activation: Gated activation. The features of gate and up are the two halves of ``out_features``, or alternate
             for ``ClampedGate``.
         transposed: Whether the last two dimensions of ``weight`` are swapped.
+        shared: Product of a shared MLP to compute in the same launch, or None.
         invariant: Whether sums must have the same order for any number of rows.
 
     Raises:
@@ -122,17 +124,35 @@ def grouped_product(
     groups = Groups(x, bias, ends, out, order, top_k, activation)
     experts, out_features, in_features = weight.transpose(1, 2).shape if transposed else weight.shape
     groups.check([weight], experts, out_features, in_features)
+    if shared is not None:
+        shared.check(activated=activation is not None)
     rows = len(out)
     if not rows:
         return
     of_device = device_name(x.device)
     tiles = dense_expert_tiles(rows // experts, out_features, x.element_size(), of_device, invariant=invariant)
-    grouped_tiles[groups.grid(tiles, out_features)](
-        x, weight, bias, ends, order, out, experts, out_features, in_features, *groups.gate,
-        EVEN=in_features % tiles.block_k == 0, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", TRANSPOSED=transposed, **groups.constants(),
-        num_warps=tiles.warps, num_stages=tiles.stages,
+    of_rows, of_features = groups.grid(tiles, out_features)
+    more, arguments, even = _beside(shared, tiles, of_features)
+    grouped_tiles[of_rows + more, of_features](
+        x, weight, bias, ends, order, out, experts, out_features, in_features, *groups.gate, of_rows, *arguments,
+        EVEN=in_features % tiles.block_k == 0, SHARED_EVEN=even, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
+        BLOCK_K=tiles.block_k, PRECISION="ieee" if x.dtype == torch.float32 else "tf32", TRANSPOSED=transposed,
+        **groups.constants(), num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
+
+
+def _beside(
+    shared: SharedProduct | None, tiles: DenseExpertTiles | InvariantTiles, of_features: int
+) -> tuple[int, tuple[Any, ...], bool]:
+    """Return how many more programs in the first dimension of the grid compute ``shared``, the kernel's arguments, and
+    whether the last tile of columns is full. The second dimension of the grid has ``of_features`` programs.
+    """
+    if shared is None:
+        return 0, (None, None, None, 0, 0, 0), True
+    tokens, (out_features, in_features) = len(shared.x), shared.weight.shape
+    programs = triton.cdiv(tokens, tiles.block_m) * triton.cdiv(out_features, tiles.block_n)
+    arguments = shared.x, shared.weight, shared.out, tokens, out_features, in_features
+    return triton.cdiv(programs, of_features), arguments, in_features % tiles.block_k == 0
 
 
 @triton.jit
@@ -198,16 +218,40 @@ def store_rows(
     tl.store(out + place, value.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles", "tokens"])
 def grouped_tiles(
-    x, weight, bias, ends, order, out, experts, out_features, in_features, alpha, limit,
+    x, weight, bias, ends, order, out, experts, out_features, in_features, alpha, limit, tiles,
+    shared_x, shared_weight, shared_out, tokens, shared_out_features, shared_in_features,
+    EVEN: tl.constexpr, SHARED_EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, EXPERTS: tl.constexpr, TRANSPOSED: tl.constexpr,
+    TOP_K: tl.constexpr, GATE: tl.constexpr,
+):  # fmt: skip
+    """Compute a tile of ``out`` with rows of one expert, if the program's tile exists. Programs from ``tiles`` on
+    compute a tile of the shared product.
+    """
+    tile, nth = tl.program_id(0), tl.program_id(1)
+    # With one branch and its else, the compiler would give each branch shared memory of its own.
+    if shared_weight is not None:  # noqa: SIM102 - this condition is a compile-time constant, the next one is not
+        if tile >= tiles:
+            _shared_tile(
+                shared_x, shared_weight, shared_out, tokens, shared_out_features, shared_in_features, alpha, limit,
+                (tile - tiles) * tl.num_programs(1) + nth, SHARED_EVEN, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, GATE,
+            )  # fmt: skip
+    if tile < tiles:
+        _expert_tile(
+            x, weight, bias, ends, order, out, experts, out_features, in_features, alpha, limit, tile, nth,
+            EVEN, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, EXPERTS, TRANSPOSED, TOP_K, GATE,
+        )  # fmt: skip
+
+
+@triton.jit
+def _expert_tile(
+    x, weight, bias, ends, order, out, experts, out_features, in_features, alpha, limit, tile, nth,
     EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
     EXPERTS: tl.constexpr, TRANSPOSED: tl.constexpr, TOP_K: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile of ``out`` with rows of one expert, if the program's tile exists."""
-    there, expert, begin, end = find_rows(ends, experts, tl.program_id(0), BLOCK_M, EXPERTS)
+    there, expert, begin, end = find_rows(ends, experts, tile, BLOCK_M, EXPERTS)
     if there:
-        nth = tl.program_id(1)
         m, n_read, x_rows = expert_places(
             x, order, begin, end, nth, out_features, in_features, TOP_K, GATE, BLOCK_M, BLOCK_N
         )
@@ -222,4 +266,24 @@ def grouped_tiles(
             bias += expert * out_features
         store_rows(
             total, bias, n_read, alpha, limit, out, order, m, end, nth, out_features, TOP_K, GATE, BLOCK_M, BLOCK_N
+        )
+
+
+@triton.jit
+def _shared_tile(
+    x, weight, out, tokens, out_features, in_features, alpha, limit, tile,
+    EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    GATE: tl.constexpr,
+):  # fmt: skip
+    of_rows = tl.cdiv(tokens, BLOCK_M)
+    nth = tile // of_rows
+    if nth * BLOCK_N < out_features:
+        begin = tile % of_rows * BLOCK_M
+        m, n_read, x_rows = expert_places(
+            x, None, begin, tokens, nth, out_features, in_features, 0, GATE, BLOCK_M, BLOCK_N
+        )
+        columns = weight + n_read[None, :].to(tl.int64) * in_features
+        total = tile_sums(x_rows, columns, in_features, 1, EVEN, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)
+        store_rows(
+            total, None, n_read, alpha, limit, out, None, m, tokens, nth, out_features, 0, GATE, BLOCK_M, BLOCK_N
         )

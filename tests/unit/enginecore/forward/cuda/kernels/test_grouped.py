@@ -1,11 +1,12 @@
 """Grouped products with dense weights against float64: rows of nobody stay, and rows are gathered and scattered."""
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 
-from penstock_enginecore.forward.cuda.kernel_api import ClampedGate
+from penstock_enginecore.forward.cuda.kernel_api import ClampedGate, SharedProduct
 from tests.fakes.models.interpreted_kernels import interpreted
 from tests.fakes.models.torch_kernels import TorchKernels
 
@@ -81,6 +82,28 @@ def test_tiles_follow_the_dtype_and_the_number_of_rows() -> None:
     assert wide == [configurations.invariant_tiles(1, 4096, 4)] * 2
 
 
+@pytest.mark.parametrize(
+    ("activation", "transposed"), [(None, False), ("silu", False), (ClampedGate(alpha=1.702, limit=1.5), True)]
+)
+@pytest.mark.parametrize(("tokens", "shared_in", "shared_out"), [(4, 40, 44), (19, 64, 300), (1, 8, 2)])
+def test_a_shared_product_is_computed_in_the_same_launch(
+    activation: Any, transposed: bool, tokens: int, shared_in: int, shared_out: int
+) -> None:
+    x, ends, experts = numbers(4, 40), torch.tensor([1, 1, 3], dtype=torch.int32), numbers(3, 44, 40)
+    weight = experts.transpose(1, 2).contiguous() if transposed else experts
+    shared = SharedProduct(numbers(tokens, shared_in), numbers(shared_out, shared_in), torch.empty(0))
+    found = []
+    for kernels in (TorchKernels(), grouped):
+        halves = 1 if activation is None else 2
+        out = torch.full((4, 44 // halves), torch.nan)
+        of_shared = torch.full((tokens + 1, shared_out // halves), torch.nan)
+        both = dataclasses.replace(shared, out=of_shared[:tokens])
+        kernels.grouped_product(x, weight, None, ends, out, activation=activation, transposed=transposed, shared=both)
+        found.append((out, of_shared))
+        assert bool(of_shared[-1].isnan().all())
+    torch.testing.assert_close(found[1], found[0], equal_nan=True, rtol=1e-5, atol=1e-4)
+
+
 def test_no_rows() -> None:
     ends = torch.zeros(2, dtype=torch.int32)
     grouped.grouped_product(torch.empty(0, 8), numbers(2, 4, 8), None, ends, torch.empty(0, 4))
@@ -98,6 +121,9 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         grouped.grouped_product(x, numbers(2, 4, 8), None, ends, out, order=ends, top_k=2)
     with pytest.raises(ValueError, match="the output has 3 rows, but the product has 2 rows"):
         grouped.grouped_product(x[:2], numbers(2, 4, 8), None, ends, out)
+    shared = SharedProduct(numbers(3, 8), numbers(5, 8), numbers(3, 4))
+    with pytest.raises(ValueError, match=r"shapes of the shared product do not match: \[3, 8\], \[5, 8\], \[3, 4\]"):
+        grouped.grouped_product(x, numbers(2, 4, 8), None, ends, out, shared=shared)
     with pytest.raises(ValueError, match=r"`bias` has shape \[2, 3\], but 2 experts have 4 rows each"):
         grouped.grouped_product(x, numbers(2, 4, 8), numbers(2, 3), ends, out)
     with pytest.raises(ValueError, match="contiguous"):

@@ -100,6 +100,16 @@ def routed(module: Any) -> torch.Tensor:
     return torch.cat([weights, chosen])
 
 
+def assigned(module: Any) -> torch.Tensor:
+    """Choose among 32 experts for 20 tokens in two blocks. The last token is padding."""
+    weights, ends, order = torch.full((21, 3), NAN), torch.full((33,), -1).int(), torch.full((61,), -1).int()
+    routing, starts = Routing(3, renormalize=True, scale=2.5), torch.tensor([0, 1, 19], dtype=torch.int32)
+    inputs = random(20, 200), random(32, 200), random(32), None, starts, routing, weights[:20], ends[:32], order[:60]
+    counters = [] if module is None else [torch.zeros(module.COUNTERS, dtype=torch.int32)]
+    (module or TorchKernels()).assign(*inputs, *counters)
+    return torch.cat([weights.flatten(), ends, order, *counters, *([] if counters else [torch.zeros(5)])])
+
+
 def aligned(module: Any) -> torch.Tensor:
     chosen = torch.randint(8, (400, 3), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
     ends, order = torch.full((7,), -1, dtype=torch.int32), torch.full((1201,), -1, dtype=torch.int32)
@@ -190,6 +200,13 @@ MUTATIONS: dict[str, list[tuple[Run, str, str]]] = {
         (aligned, "place += tl.sum(own, 0)", "place += 0"),
         (weighted, "(token * TOP_K + i) * width", "(token * TOP_K) * width"),
         (weighted, "total += tl.load(shared", "total += 0 * tl.load(shared"),
+    ],
+    "router": [
+        (assigned, "tl.store(counter, 0)", "tl.store(counter, 1)"),
+        (assigned, "tl.load(bias + index,", "tl.load(bias + index * 0,"),
+        (assigned, "tl.minimum(part * PART + PART, in_features)", "part * PART + PART // 2"),
+        (assigned, "other)[None, :] < key", "other)[None, :] <= key"),
+        (assigned, "of_other[None, :] <= index", "of_other[None, :] < index"),
     ],
     "norm": [
         (norm, "/ width + eps", "/ BLOCK + eps"),
