@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from penstock_enginecore.attention.base import AttentionParams
-from penstock_enginecore.forward.cuda.kernel_api import GroupInputs
-from penstock_enginecore.forward.cuda.kernels.attention import Scratch, attend, pieces_per_request
+from penstock_enginecore.forward.cuda.kernel_api import GroupInputs, Scratch
+from penstock_enginecore.forward.cuda.kernels.attention import attend, pieces_per_request
 from penstock_enginecore.forward.cuda.library_attention import Geometry, LibraryAttention, Prompt, cudnn
 from tests.benchmarks.gpu import interpreter, machine, names
 from tests.benchmarks.gpu.plans import plan_of

@@ -1,5 +1,5 @@
-"""Data types for kernel arguments: quantized weights, norms, rotary tables, a step's positions in the cache, the choice
-of experts, and sampling parameters.
+"""Data types for kernel arguments: quantized weights, norms, rotary tables, a step's positions in the cache, scratch
+memory of attention, the choice of experts, and sampling parameters.
 
 The kernels are in ``triton_kernels.py``. The tests contain the same functions in plain torch.
 """
@@ -191,6 +191,28 @@ class GroupInputs:
         """Return the inputs for a layer with this sliding window, or without one."""
         drops = self.key_ends is not None and self.windowed_ends and sliding_window is None
         return replace(self, key_ends=None) if drops else self
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """Intermediate results, float32, for each piece of keys of each query whose keys are split.
+
+    Attributes:
+        sums: ``[queries, pieces, heads, head size]``, weighted sums of the values.
+        largest: ``[queries, pieces, heads]``, the largest attention scores.
+        total: ``[queries, pieces, heads]``, sums of the softmax weights.
+    """
+
+    sums: torch.Tensor
+    largest: torch.Tensor
+    total: torch.Tensor
+
+    @classmethod
+    def allocate(cls, queries: int, pieces: int, heads: int, head_size_v: int, device: torch.device) -> "Scratch":
+        """Return scratch memory for ``queries`` queries, at least one per request, with ``pieces`` pieces of keys each."""
+        shape = (queries, pieces, heads)
+        sums = torch.empty(*shape, head_size_v, dtype=torch.float32, device=device)
+        return cls(sums, *torch.empty(2, *shape, dtype=torch.float32, device=device))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import torch
 from penstock_enginecore.attention.base import AttentionParams
 from penstock_enginecore.attention.kv_cache import UNSCALED, KVScales
 from penstock_enginecore.forward.cuda.buffers import MAX_CAPTURED_TOKENS
-from penstock_enginecore.forward.cuda.kernel_api import GroupInputs, Routing
+from penstock_enginecore.forward.cuda.kernel_api import GroupInputs, Routing, Scratch
 from penstock_enginecore.forward.cuda.kernels import (
     activation,
     attention,
@@ -60,7 +60,7 @@ class TritonKernels:
         self.quantized_product = partial(quantized.quantized_product, invariant=batch_invariant)
         self.grouped_product = partial(grouped.grouped_product, invariant=batch_invariant)
         self.quantized_grouped_product = partial(quantized.quantized_grouped_product, invariant=batch_invariant)
-        self._scratch: dict[tuple[int, int, int, bool], list[attention.Scratch]] = {}
+        self._scratch: dict[tuple[int, int, int, bool], list[Scratch]] = {}
         self._counters: dict[torch.device, torch.Tensor] = {}
 
     def assign(
@@ -120,7 +120,7 @@ class TritonKernels:
             return requests
         return max(requests, min(len(query), requests + attention.LONGEST_SPLIT, MAX_CAPTURED_TOKENS))
 
-    def _scratch_for(self, queries: int, pieces: int, out: torch.Tensor) -> attention.Scratch:
+    def _scratch_for(self, queries: int, pieces: int, out: torch.Tensor) -> Scratch:
         """Return scratch memory for attention whose output is ``out``.
 
         The scratch memory has space for as many queries as the largest step so far, rounded up. Captured graphs
@@ -133,7 +133,7 @@ class TritonKernels:
         if not held or len(held[-1].total) < queries:
             if is_large:
                 held.clear()
-            held.append(attention.Scratch.allocate(_rounded(queries), *shape, out.device))
+            held.append(Scratch.allocate(_rounded(queries), *shape, out.device))
         return held[-1]
 
 

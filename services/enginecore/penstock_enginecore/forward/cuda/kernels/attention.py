@@ -20,7 +20,7 @@ import triton.language as tl
 
 from penstock_enginecore.attention.base import AttentionParams
 from penstock_enginecore.attention.kv_cache import UNSCALED, KVScales
-from penstock_enginecore.forward.cuda.kernel_api import GroupInputs
+from penstock_enginecore.forward.cuda.kernel_api import GroupInputs, Scratch
 from penstock_enginecore.forward.cuda.kernels.configurations import (
     MIN_BLOCK_SIZE,
     AttentionTiles,
@@ -392,28 +392,6 @@ def piece_of(piece: int, requests: int, kv_heads: int, *, decodes_only: bool) ->
     """
     items = requests * kv_heads // (1 if decodes_only else 4)
     return max(piece, _LARGE_PIECE) if items >= _MANY_ITEMS else piece
-
-
-@dataclass(frozen=True, slots=True)
-class Scratch:
-    """Intermediate results, float32, for each piece of keys of each query whose keys are split.
-
-    Attributes:
-        sums: ``[queries, pieces, heads, head size]``, weighted sums of the values.
-        largest: ``[queries, pieces, heads]``, the largest attention scores.
-        total: ``[queries, pieces, heads]``, sums of the softmax weights.
-    """
-
-    sums: torch.Tensor
-    largest: torch.Tensor
-    total: torch.Tensor
-
-    @classmethod
-    def allocate(cls, queries: int, pieces: int, heads: int, head_size_v: int, device: torch.device) -> "Scratch":
-        """Return scratch memory for ``queries`` queries, at least one per request, with ``pieces`` pieces of keys each."""
-        shape = (queries, pieces, heads)
-        sums = torch.empty(*shape, head_size_v, dtype=torch.float32, device=device)
-        return cls(sums, *torch.empty(2, *shape, dtype=torch.float32, device=device))
 
 
 def attend(

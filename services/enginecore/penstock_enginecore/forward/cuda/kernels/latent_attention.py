@@ -13,10 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock_enginecore.forward.cuda.kernel_api import GroupInputs, Norm, RotaryTable
+from penstock_enginecore.forward.cuda.kernel_api import GroupInputs, Norm, RotaryTable, Scratch
 from penstock_enginecore.forward.cuda.kernels.attention import (
     LONGEST_SPLIT,
-    Scratch,
     accumulate,
     key_pieces,
     merge_pieces,
