@@ -12,6 +12,7 @@ from tests.compiled import (
     experts,
     invariant,
     latent,
+    layers,
     logprobs,
     mixture,
     products,
@@ -21,7 +22,7 @@ from tests.compiled import (
 )
 from tests.compiled.kernel import Kernel, Usage, compile_kernel
 
-ROOMS = (attention, latent, products, experts, mixture, invariant, adapters, states, sampling, logprobs, scaled)
+ROOMS = (layers, attention, latent, products, experts, mixture, invariant, adapters, states, sampling, logprobs, scaled)
 ALL: tuple[Callable[[], Iterator[Kernel]], ...] = tuple(room.kernels for room in ROOMS)
 GATE: tuple[Callable[[], Iterator[Kernel]], ...] = tuple(room.gate for room in ROOMS)
 """Functions that yield kernels, one for each module of this folder. A new module must be added here."""

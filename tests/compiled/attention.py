@@ -108,7 +108,7 @@ def _split(tiles: Decode, size: int, *, longest: int) -> Kernel:
     return Kernel(
         f"{'decode' if longest == 1 else 'split keys'}, {size}, {_cache(tiles.bytes)}",
         split_keys, _arguments(tiles.bytes), {**_constants(size), **own},
-        ALIGNED, tiles.warps, tiles.stages, ("cp.async.cg",),
+        ALIGNED, tiles.warps, tiles.stages, ("cp.async.cg",), early=6,
     )  # fmt: skip
 
 
@@ -120,7 +120,7 @@ def _prefill(tiles: Prefill, size: int, *, spans: bool) -> Kernel:
     needed = ("wgmma.mma_async",) if tiles.block_m >= 64 else ()
     return Kernel(
         f"prefill{' with spans' * spans}, {size}, {_cache(tiles.bytes)}", prefill_tiles, arguments, {**_constants(size), **own},
-        ALIGNED, tiles.warps, tiles.stages, needed,
+        ALIGNED, tiles.warps, tiles.stages, needed, early=3,
     )  # fmt: skip
 
 
@@ -130,7 +130,7 @@ def _merge(size: int, *, longest: int) -> Kernel:
     own = {**_pieces(decode, longest), "FEWEST": 2, "AT_ONCE": 16}
     constants = {**{name: _constants(size)[name] for name in names}, **own}
     name = f"merge, {size}" if longest == 1 else f"merge of queries, {size}"
-    return Kernel(name, merge_pieces, _arguments(2), constants, ALIGNED)
+    return Kernel(name, merge_pieces, _arguments(2), constants, ALIGNED, early=3 if longest == 1 else 6)
 
 
 def _cache(bytes_per_number: int) -> str:

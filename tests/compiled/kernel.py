@@ -12,7 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tests.compiled.machine_code import Loop, inner_loop
+from tests.compiled.machine_code import Loop, before_wait, inner_loop
 
 SM_80 = 80
 """Compute capability 8.0: A100."""
@@ -40,6 +40,8 @@ class Kernel:
             converts no weight.
         matrix: Instructions of tensor cores that multiply these elements.
         most: Largest number of instructions of the inner loop per element, or 0 for no limit.
+        early: Largest number of load instructions before the kernel waits for the previous kernel. These loads read
+            weights, positions and rotary tables.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Kernel:
     elements: int = 0
     matrix: int = 0
     most: float = 0.0
+    early: int = 0
 
     def per_number(self, instructions: int) -> float | None:
         """Return how often a thread executes an instruction for each number that a program reads, or None for kernels
@@ -79,6 +82,7 @@ class Usage:
         instructions: Machine instructions (SASS) of the kernel, without padding.
         per_element: Instructions of the inner loop per element of the weight, or None if the kernel converts no weight.
         most: Largest number of these instructions, or 0 for no limit.
+        rules: Broken rules of dependent launch, as text.
     """
 
     registers: int
@@ -89,11 +93,13 @@ class Usage:
     instructions: int = 0
     per_element: float | None = None
     most: float = 0.0
+    rules: tuple[str, ...] = ()
 
     @property
     def faults(self) -> list[str]:
         """Faults of the machine code, as text."""
         found = [f"has no {instruction}" for instruction in self.missing]
+        found += self.rules
         if self.stack or self.local:
             found.append(f"spills: {self.stack} bytes of stack, {self.local} of local memory")
         if self.shared > MAX_SHARED:
@@ -104,14 +110,17 @@ class Usage:
 
 
 def compile_kernel(kernel: Kernel) -> Usage:
-    """Return the resources of ``kernel`` on its compute capability. Raises RuntimeError if this process interprets
-    kernels.
+    """Return the resources of ``kernel`` on its compute capability. If kernel and capability support dependent launch,
+    the kernel is compiled for dependent launch. Raises RuntimeError if this process interprets kernels.
     """
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise RuntimeError("kernels are interpreted in this process (TRITON_INTERPRET=1), and cannot be compiled")
     names = kernel.function.arg_names
     absent = {name: None for name, kind in kernel.arguments.items() if kind is None and name in names}
     constants = {**kernel.constants, **absent}
+    pdl = "PDL" in names and kernel.capability >= SM_90
+    if "PDL" in names:
+        constants["PDL"] = pdl
     signature = {name: "constexpr" if name in constants else kernel.arguments[name] for name in names}
     attributes = {
         (i,): [["tt.divisibility", 16]]
@@ -119,7 +128,7 @@ def compile_kernel(kernel: Kernel) -> Usage:
         if name in kernel.aligned and name not in constants
     }
     source = ASTSource(kernel.function, signature, constants, attributes)
-    options = {"num_warps": kernel.warps, "num_stages": kernel.stages}
+    options = {"num_warps": kernel.warps, "num_stages": kernel.stages, "launch_pdl": pdl}
     compiled = triton.compile(source, target=GPUTarget("cuda", kernel.capability, 32), options=options)
     text = compiled.asm["ptx"]
     missing = tuple(instruction for instruction in kernel.must_have if instruction not in text)
@@ -135,7 +144,17 @@ def compile_kernel(kernel: Kernel) -> Usage:
         instructions,
         _per_element(kernel, inner_loop(told)) if kernel.elements else None,
         kernel.most,
+        _broken_rules(kernel, text, told, pdl=pdl),
     )
+
+
+def _broken_rules(kernel: Kernel, ptx: str, told: str, *, pdl: bool) -> tuple[str, ...]:
+    """Return broken rules of dependent launch. A kernel without dependent launch must not have its instructions."""
+    if not pdl:
+        return ("has griddepcontrol",) if "griddepcontrol" in ptx else ()
+    found = before_wait(told)
+    more = (f"has {found.loads} loads before the wait, more than {kernel.early}",) if found.loads > kernel.early else ()
+    return (*found.faults, *more)
 
 
 def _per_element(kernel: Kernel, loop: Loop | None) -> float | None:

@@ -40,4 +40,6 @@ def _kernel(name: str, tiles: Latent, heads: int, *, longest: int, splits: bool 
         "MAX_PIECES": latent_pieces(heads), "LONGEST": longest,
     }  # fmt: skip
     must_have = ("cp.async", "wgmma.mma_async") if tiles.rows >= 64 else ("cp.async",)
-    return Kernel(name, latent_attention, _ARGUMENTS, constants, _ALIGNED, tiles.warps, tiles.stages, must_have)
+    return Kernel(
+        name, latent_attention, _ARGUMENTS, constants, _ALIGNED, tiles.warps, tiles.stages, must_have, early=6
+    )

@@ -1,4 +1,4 @@
-"""Machine instructions of a kernel's inner loop, counted in the output of ``cuobjdump``."""
+"""Machine instructions of a kernel, counted in the output of ``cuobjdump``."""
 
 import re
 from dataclasses import dataclass
@@ -8,6 +8,10 @@ _TARGET = re.compile(r"0x([0-9a-f]+)")
 _MATRIX = ("HGMMA", "HMMA")
 """Instructions of tensor cores."""
 _PADDING = ("NOP",)
+_WAIT, _ALLOW = "ACQBULK", "PREEXIT"
+"""Instructions of dependent launch: wait until the previous kernel has ended, and allow the next kernel to start."""
+_LOADS = ("LDG", "LDGSTS", "LD")
+_STORES = ("STG", "ST", "RED", "REDG", "ATOM", "ATOMG")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,3 +38,29 @@ def inner_loop(text: str) -> Loop | None:
         loop = Loop(sum(op not in _PADDING for op in body), sum(op in _MATRIX for op in body))
         found += [loop] if loop.matrix else []
     return min(found, key=lambda loop: loop.instructions, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """Instructions before the kernel waits for the previous kernel.
+
+    Attributes:
+        loads: Number of loads from memory of the device.
+        faults: Broken rules of dependent launch, as text.
+    """
+
+    loads: int
+    faults: tuple[str, ...]
+
+
+def before_wait(text: str) -> Before:
+    """Return the instructions before the wait of a kernel that is launched with PDL; ``text`` is its disassembly.
+
+    A branch or an exit before the wait is a fault, because each program must wait.
+    """
+    names = [name.split(".")[0] for _, name, _ in _LINE.findall(text)]
+    if names.count(_WAIT) != 1 or _ALLOW not in names:
+        return Before(0, (f"has {names.count(_WAIT)} {_WAIT} and {names.count(_ALLOW)} {_ALLOW}",))
+    first = names[: names.index(_WAIT)]
+    wrong = {name for name in first if name in (*_STORES, _ALLOW, "BRA", "EXIT", "RET")}
+    return Before(sum(name in _LOADS for name in first), tuple(f"has {name} before {_WAIT}" for name in sorted(wrong)))

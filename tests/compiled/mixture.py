@@ -70,7 +70,9 @@ def _norms() -> Iterator[Kernel]:
     aligned = _ALIGNED | {"residual", "weight", "width"}
     for block, warps in ((2048, 4), (8192, 16)):
         constants = {"ADDS": True, "TOP_K": 8, "BLOCK": block}
-        yield Kernel(f"norm of a weighted sum, {block} columns", norm._add_rms_norm, types, constants, aligned, warps)
+        yield Kernel(
+            f"norm of a weighted sum, {block} columns", norm._add_rms_norm, types, constants, aligned, warps, early=2
+        )
 
 
 def gate() -> Iterator[Kernel]:

@@ -104,6 +104,7 @@ NEEDS: Needs = (
         (When(setting="executor.nodes.size", off=ABOVE_ONE),),
     ),
     Need(("kernels.capture_at_start", "kernels.graph_sizes"), (on("kernels.graphs"),)),
+    Need(("kernels.dependent_launch",), (on("kernels.decoder"),)),
     Need(("kernels.graph_sizes",), (on("kernels.capture_at_start"),)),
     Need(("speculative.num_speculative_tokens", "speculative.adaptive"), (on("speculative.method"),)),
     Need(("speculative.model",), (_WITH_CHECKPOINT,)),

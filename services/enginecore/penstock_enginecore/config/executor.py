@@ -324,6 +324,16 @@ class KernelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             )
         ),
     ] = True
+    dependent_launch: Annotated[
+        bool,
+        Meta(
+            description=(
+                "On GPUs of compute capability 9.0 or later, launch each kernel of the fused decoder before the "
+                "previous kernel has ended (programmatic dependent launch). No effect on other devices. false: start "
+                "each kernel after the previous kernel, to isolate a fault."
+            )
+        ),
+    ] = True
     capture_at_start: Annotated[
         bool,
         Meta(

@@ -124,7 +124,7 @@ def warm(
         forwards = [probe_model(model, _CPU, _BLOCK_SIZE, cache) for cache in caches]
         with compile_only(capability):
             for probed in forwards:
-                forward = FusedForward(probed, TritonKernels(), None, _SLOTS if lora else None)
+                forward = FusedForward(probed, TritonKernels(dependent_launch=True), None, _SLOTS if lora else None)
                 blocks = 1 + sum(_PROMPTS[2]) // _BLOCK_SIZE
                 forward.bind(forward.memory.throwaway(_BLOCK_SIZE, blocks))
                 for batch, rows in _steps(sizes or decode_sizes(MAX_CAPTURED_TOKENS)):

@@ -588,7 +588,7 @@ def _build(
     except ModuleNotFoundError as e:
         raise UnsuitableError(f"the decoder's kernels cannot be compiled: {e}") from e
     graphs = cuda_graphs() if uses.graphs else None
-    kernels = TritonKernels(batch_invariant=uses.batch_invariant)
+    kernels = TritonKernels(batch_invariant=uses.batch_invariant, dependent_launch=uses.dependent_launch)
     model = probed.model
     kernels.rounds_activations = rounds_activations(kernels, uses, model.module, model.dtype, probed.device)
     if lora is not None and (reason := why_not(kernels, probed.model.dtype, probed.device)):

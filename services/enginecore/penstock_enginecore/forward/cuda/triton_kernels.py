@@ -26,6 +26,7 @@ from penstock_enginecore.forward.cuda.kernels import (
 )
 from penstock_enginecore.forward.cuda.kernels import latent_attention as latent
 from penstock_enginecore.forward.cuda.kernels import prologue as heads
+from penstock_enginecore.forward.cuda.kernels.dependent_launch import supports_pdl
 from penstock_enginecore.lora import triton as lora
 
 
@@ -36,17 +37,13 @@ class TritonKernels:
     value on the device. Therefore a CUDA graph can capture and replay a sequence of calls.
 
     If ``batch_invariant`` is true, the results of a row are bit-identical in every batch and in steps of any size. If
-    ``rounds_activations`` is true, products of many rows may round activations to 8-bit floats. All
-    attention calls use the same scratch memory, because layers and steps run one after the other.
+    ``rounds_activations`` is true, products of many rows may round activations to 8-bit floats. If
+    ``dependent_launch`` is true and the device supports PDL, most kernels of layers are launched with PDL; see
+    ``kernels/dependent_launch.py``. All attention calls use the same scratch memory, because layers and steps run one
+    after the other.
     """
 
-    prologue = staticmethod(heads.prologue)
-    latent_prologue = staticmethod(latent.latent_prologue)
-    turn_queries = staticmethod(latent.turn_queries)
     write = staticmethod(cache.write_cache)
-    add_rms_norm = staticmethod(norm.add_rms_norm)
-    gated = staticmethod(activation.gated)
-    product = staticmethod(invariant.invariant_product)
     route = staticmethod(mixture.route)
     align = staticmethod(mixture.align)
     weighted_sum = staticmethod(mixture.weighted_sum)
@@ -54,10 +51,17 @@ class TritonKernels:
     scaled_product = staticmethod(scaled.scaled_product)
     add_low_rank = staticmethod(lora.add_low_rank)
 
-    def __init__(self, *, batch_invariant: bool = False) -> None:
+    def __init__(self, *, batch_invariant: bool = False, dependent_launch: bool = False) -> None:
         self.batch_invariant = batch_invariant
+        pdl = self._pdl = dependent_launch and supports_pdl()
+        self.prologue = partial(heads.prologue, pdl=pdl)
+        self.latent_prologue = partial(latent.latent_prologue, pdl=pdl)
+        self.turn_queries = partial(latent.turn_queries, pdl=pdl)
+        self.add_rms_norm = partial(norm.add_rms_norm, pdl=pdl)
+        self.gated = partial(activation.gated, pdl=pdl)
+        self.product = partial(invariant.invariant_product, pdl=pdl)
         self.rounds_activations = False
-        self.quantized_product = partial(quantized.quantized_product, invariant=batch_invariant)
+        self.quantized_product = partial(quantized.quantized_product, invariant=batch_invariant, pdl=pdl)
         self.grouped_product = partial(grouped.grouped_product, invariant=batch_invariant)
         self.quantized_grouped_product = partial(quantized.quantized_grouped_product, invariant=batch_invariant)
         self._scratch: dict[tuple[int, int, int, bool], list[Scratch]] = {}
@@ -100,7 +104,9 @@ class TritonKernels:
                 return
             group = rest
         scratch = self._scratch_for(self._queries(query, group), attention.pieces_per_request(keys.shape[1]), out)
-        attention.attend(query, keys, values, out, group, params, scratch, scales, invariant=self.batch_invariant)
+        attention.attend(
+            query, keys, values, out, group, params, scratch, scales, invariant=self.batch_invariant, pdl=self._pdl
+        )
 
     def attend_latent(
         self, query: torch.Tensor, cache: torch.Tensor, group: GroupInputs, scaling: float, out: torch.Tensor
@@ -109,7 +115,7 @@ class TritonKernels:
         memory.
         """
         scratch = self._scratch_for(self._queries(query, group), latent.latent_pieces(query.shape[1]), out)
-        latent.attend_latent(query, cache, group, scaling, out, scratch, invariant=self.batch_invariant)
+        latent.attend_latent(query, cache, group, scaling, out, scratch, invariant=self.batch_invariant, pdl=self._pdl)
 
     def _queries(self, query: torch.Tensor, group: GroupInputs) -> int:
         """Return the number of queries with scratch memory: one per request, and in steps that are not only decodes the

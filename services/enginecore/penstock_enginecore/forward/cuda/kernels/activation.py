@@ -5,16 +5,18 @@ import triton
 import triton.language as tl
 
 from penstock_enginecore.forward.cuda.kernel_api import Activation
+from penstock_enginecore.forward.cuda.kernels.dependent_launch import pdl_options, wait_for_inputs
 
 _BLOCK = 1024
 
 
-def gated(gate_up: torch.Tensor, activation: Activation, out: torch.Tensor) -> None:
+def gated(gate_up: torch.Tensor, activation: Activation, out: torch.Tensor, *, pdl: bool = False) -> None:
     """Apply the activation to the first half of ``gate_up``, multiply the result by the second half, and write the
     product to ``out``.
 
     ``gate_up`` is ``[tokens, 2 * intermediate size]`` and ``out`` is ``[tokens, intermediate size]``, both contiguous.
-    The computation is float32. Raises ValueError for other shapes or strides.
+    The computation is float32. ``pdl`` selects dependent launch, see ``dependent_launch.py``. Raises ValueError for
+    other shapes or strides.
     """
     tokens, width = out.shape
     if gate_up.shape != (tokens, 2 * width) or not gate_up.is_contiguous() or not out.is_contiguous():
@@ -23,7 +25,8 @@ def gated(gate_up: torch.Tensor, activation: Activation, out: torch.Tensor) -> N
         )
     if not out.numel():
         return
-    _gated[(tokens, triton.cdiv(width, _BLOCK))](gate_up, out, width, KIND=activation, BLOCK=_BLOCK)
+    grid = tokens, triton.cdiv(width, _BLOCK)
+    _gated[grid](gate_up, out, width, KIND=activation, BLOCK=_BLOCK, **pdl_options(pdl=pdl))
 
 
 @triton.jit
@@ -47,7 +50,8 @@ def activated(gate, up, alpha, limit, KIND: tl.constexpr):
 
 
 @triton.jit
-def _gated(gate_up, out, width, KIND: tl.constexpr, BLOCK: tl.constexpr):
+def _gated(gate_up, out, width, KIND: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width

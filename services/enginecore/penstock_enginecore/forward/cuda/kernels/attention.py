@@ -27,6 +27,7 @@ from penstock_enginecore.forward.cuda.kernels.configurations import (
     attention_tiles,
     device_name,
 )
+from penstock_enginecore.forward.cuda.kernels.dependent_launch import pdl_options, wait_for_inputs
 from penstock_enginecore.forward.cuda.kernels.work import find, load_lengths
 
 # Functions that several attention kernels use: visible keys, and a running softmax over the keys.
@@ -136,6 +137,7 @@ def split_keys(
     PADDED: tl.constexpr, PADDED_V: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     ATTENTION_CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, REQUESTS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, PIECE: tl.constexpr, MAX_PIECES: tl.constexpr, LONGEST: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute attention of each tile of queries to each piece of keys, for requests whose keys are split.
 
@@ -148,6 +150,7 @@ def split_keys(
     requests = tl.arange(0, REQUESTS)
     there = requests < num_requests
     _, new, lengths = load_lengths(query_start_loc, seq_lens, requests, there)
+    wait_for_inputs(PDL)
     split, pieces, rows_upto = key_pieces(new, lengths, capacity, WINDOW, ATTENTION_CHUNK, PIECE, MAX_PIECES, LONGEST)
     counts = tl.where(split, pieces * tl.cdiv(new, QUERIES), 0)
     upto = tl.cumsum(counts, 0)
@@ -231,7 +234,7 @@ def merge_pieces(
     sums_in, largest_in, total_in, query_start_loc, seq_lens, sinks, out, num_requests, capacity, value_scale,
     HEADS: tl.constexpr, SIZE_V: tl.constexpr, PADDED_V: tl.constexpr, WINDOW: tl.constexpr,
     ATTENTION_CHUNK: tl.constexpr, REQUESTS: tl.constexpr, PIECE: tl.constexpr, MAX_PIECES: tl.constexpr,
-    LONGEST: tl.constexpr, FEWEST: tl.constexpr, AT_ONCE: tl.constexpr,
+    LONGEST: tl.constexpr, FEWEST: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Merge the results of the pieces of one head and one row of the scratch memory, in order of position. Requests
     with fewer than ``FEWEST`` pieces are left alone.
@@ -253,6 +256,7 @@ def merge_pieces(
         length = tl.load(seq_lens + row)
         length -= first_piece(length - 1, WINDOW, ATTENTION_CHUNK)
         pieces = tl.where(new == 1, tl.cdiv(length, piece_size(length, PIECE, MAX_PIECES)), 0)
+    wait_for_inputs(PDL)
     if pieces >= FEWEST:
         numbers = tl.arange(0, PADDED_V)
         largest = tl.full([], float("-inf"), tl.float32)
@@ -296,6 +300,7 @@ def prefill_tiles(
     PADDED: tl.constexpr, PADDED_V: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     ATTENTION_CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, REQUESTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PIECE: tl.constexpr, MAX_PIECES: tl.constexpr, LONGEST: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute attention in tiles of ``BLOCK_M`` rows, for requests whose keys are not split; see ``key_pieces``.
 
@@ -316,6 +321,7 @@ def prefill_tiles(
     rows = tl.arange(0, BLOCK_M)
     numbers = tl.arange(0, PADDED)
     sizes_v = tl.arange(0, PADDED_V)
+    wait_for_inputs(PDL)
     for nth in range(tl.program_id(0), num_items, tl.num_programs(0)):
         item = num_items - 1 - nth  # start with the last tiles, which have the most keys
         head = item % KV_HEADS
@@ -405,6 +411,7 @@ def attend(
     scales: KVScales = UNSCALED,
     *,
     invariant: bool = False,
+    pdl: bool = False,
 ) -> None:
     """Compute causal attention over a paged KV cache into ``out``. Padding rows of ``out`` are unchanged.
 
@@ -418,6 +425,7 @@ def attend(
         scratch: Memory for intermediate results.
         scales: Scales of an fp8 cache.
         invariant: Whether to split no keys. Then a token's result is bit-identical in a decode and in a prompt.
+        pdl: Whether to launch kernels before the previous kernel has ended; see ``dependent_launch.py``.
 
     Raises:
         ValueError: Layout or alignment of a tensor is not supported.
@@ -426,7 +434,7 @@ def attend(
     largest = max(triton.next_power_of_2(query.shape[2]), triton.next_power_of_2(out.shape[2]))
     tiles = attention_tiles(largest, keys.element_size(), device_name(keys.device))
     longest = 0 if invariant else 1 if group.decodes_only else LONGEST_SPLIT
-    call = _Call(query, keys, values, out, group, params, scratch, scales, tiles, longest)
+    call = _Call(query, keys, values, out, group, params, scratch, scales, tiles, longest, pdl)
     if longest > 0:
         call.split()
     if longest != 1:
@@ -447,6 +455,7 @@ class _Call:
     scales: KVScales
     tiles: AttentionTiles
     longest: int
+    pdl: bool
 
     def split(self) -> None:
         """Launch the kernels for requests whose keys are split."""
@@ -463,7 +472,7 @@ class _Call:
             self.query, self.keys, self.values, group.block_table, group.query_start_loc, group.seq_lens,
             self.params.sinks, group.key_ends, scratch.sums, scratch.largest, scratch.total, self.out,
             *self._numbers(), **constants, ROWS=rows, BLOCK_N=block_n,
-            num_warps=decode.warps, num_stages=decode.stages,
+            num_warps=decode.warps, num_stages=decode.stages, **pdl_options(pdl=self.pdl),
         )  # fmt: skip
         if pieces == 1:
             return
@@ -473,7 +482,8 @@ class _Call:
         merge_pieces[(queries, heads)](
             scratch.sums, scratch.largest, scratch.total, group.query_start_loc, group.seq_lens, self.params.sinks, self.out,
             requests, len(scratch.total), self.scales.value,
-            **{name: constants[name] for name in shared}, FEWEST=2, AT_ONCE=_MERGED_AT_ONCE, num_warps=4,
+            **{name: constants[name] for name in shared}, FEWEST=2, AT_ONCE=_MERGED_AT_ONCE,
+            num_warps=4, **pdl_options(pdl=self.pdl),
         )  # fmt: skip
 
     def prefill(self) -> None:
@@ -487,6 +497,7 @@ class _Call:
             self.query, self.keys, self.values, group.block_table, group.query_start_loc, group.seq_lens,
             self.params.sinks, group.key_ends, self.out, *self._numbers(), **self._constants(),
             BLOCK_M=block_m, BLOCK_N=prefill.block_n, num_warps=prefill.warps, num_stages=prefill.stages,
+            **pdl_options(pdl=self.pdl),
         )  # fmt: skip
 
     def _most_keys(self) -> int:

@@ -17,10 +17,17 @@ from penstock_enginecore.forward.cuda.kernels.configurations import (
     device_name,
     invariant_tiles,
 )
+from penstock_enginecore.forward.cuda.kernels.dependent_launch import pdl_options, wait_for_inputs
 
 
 def invariant_product(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scale: float, out: torch.Tensor
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale: float,
+    out: torch.Tensor,
+    *,
+    pdl: bool = False,
 ) -> None:
     """Multiply ``x`` by ``weight``, add ``bias`` if given, multiply by ``scale``, and write the result to ``out``. Sums
     are float32.
@@ -31,6 +38,7 @@ def invariant_product(
         bias: ``[out_features]``, or None.
         scale: Factor of the result.
         out: ``[rows, out_features]``.
+        pdl: Whether to launch the kernel before the previous kernel has ended; see ``dependent_launch.py``.
 
     Raises:
         ValueError: Shapes or strides are not supported.
@@ -47,7 +55,7 @@ def invariant_product(
     grid = triton.cdiv(rows, tiles.block_m), triton.cdiv(out_features, tiles.block_n)
     product_tiles[grid](
         x, weight, bias, out, rows, out_features, in_features, scale, **_constants(tiles, x, in_features),
-        num_warps=tiles.warps, num_stages=tiles.stages,
+        num_warps=tiles.warps, num_stages=tiles.stages, **pdl_options(pdl=pdl),
     )  # fmt: skip
 
 
@@ -119,10 +127,12 @@ def tile_sums(
 def product_tiles(
     x, weight, bias, out, rows, out_features, in_features, scale,
     EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of ``out``. Consecutive programs use the same output features, so each feature's weights are read
     from memory once.
     """
+    wait_for_inputs(PDL)
     begin = tl.program_id(0) * BLOCK_M
     m, n, n_read, x_rows = places(x, begin, rows, tl.program_id(1), out_features, in_features, BLOCK_M, BLOCK_N)
     columns = weight + n_read[None, :].to(tl.int64) * in_features

@@ -23,6 +23,7 @@ from penstock_enginecore.forward.cuda.kernels.attention import (
     programs,
 )
 from penstock_enginecore.forward.cuda.kernels.configurations import MIN_BLOCK_SIZE, Latent, device_name, latent_tiles
+from penstock_enginecore.forward.cuda.kernels.dependent_launch import pdl_options, wait_for_inputs
 from penstock_enginecore.forward.cuda.kernels.work import find
 
 # Operations between the matrix products of latent attention (MLA): they turn a token's compressed elements into its
@@ -45,6 +46,7 @@ def latent_prologue(
     low: torch.Tensor | None,
     *,
     interleaved: bool,
+    pdl: bool = False,
 ) -> None:
     """Apply the norms of the low-rank queries and of the latent, and rotate the rotary part. Then write the latent and
     the rotary part into the cache.
@@ -64,6 +66,7 @@ def latent_prologue(
         low: ``[tokens, rank]``, receives the low-rank queries, or None for a model without low-rank queries.
         interleaved: Whether elements 2i and 2i + 1 are rotated together. The cache stores these two elements at i and i
             + half.
+        pdl: Whether to launch the kernel before the previous kernel has ended; see ``dependent_launch.py``.
 
     Raises:
         ValueError: Shapes or strides are not supported.
@@ -89,7 +92,7 @@ def latent_prologue(
         width, first, block_size, cache.stride(0), 0.0 if query is None else query.eps, key.eps,
         LATENT=latent, HALF=half, BIAS=bias is not None, LOW=0 if low is None else first, INTERLEAVED=interleaved,
         LOW_BLOCK=triton.next_power_of_2(max(1, first)), LATENT_BLOCK=triton.next_power_of_2(latent),
-        HALF_BLOCK=triton.next_power_of_2(half), num_warps=4,
+        HALF_BLOCK=triton.next_power_of_2(half), num_warps=4, **pdl_options(pdl=pdl),
     )  # fmt: skip
 
 
@@ -101,12 +104,14 @@ def turn_queries(
     query: torch.Tensor,
     *,
     interleaved: bool,
+    pdl: bool = False,
 ) -> None:
     """Rotate the last elements of each query head in ``product``, and write the rotated elements after the latent part
     of ``query``; see ``latent_prologue``.
 
     ``product`` is ``[tokens, heads, head size]``, where tokens may be strided. ``query`` is ``[tokens, heads, latent +
-    rotary size]``. Nothing is written for a token whose slot is -1. Raises ValueError for other shapes or strides.
+    rotary size]``. Nothing is written for a token whose slot is -1. ``pdl`` selects dependent launch, see
+    ``dependent_launch.py``. Raises ValueError for other shapes or strides.
     """
     (tokens, heads, size), half = product.shape, rotary.cosines.shape[1]
     if query.shape[:2] != (tokens, heads) or min(size, query.shape[2]) < 2 * half:
@@ -123,6 +128,7 @@ def turn_queries(
     _turn_queries[(tokens, triton.cdiv(heads, _HEADS))](
         product, rotary.cosines, rotary.sines, positions, slots, query, heads, product.stride(0), query.shape[2],
         SIZE=size, HALF=half, INTERLEAVED=interleaved, HEADS=_HEADS, HALF_BLOCK=triton.next_power_of_2(half), num_warps=2,
+        **pdl_options(pdl=pdl),
     )  # fmt: skip
 
 
@@ -155,10 +161,16 @@ def _latent_prologue(
     product, bias, query_weight, key_weight, cosines, sines, positions, slots, cache, low,
     width, first, block_size, stride, query_eps, key_eps,
     LATENT: tl.constexpr, HALF: tl.constexpr, BIAS: tl.constexpr, LOW: tl.constexpr, INTERLEAVED: tl.constexpr,
-    LOW_BLOCK: tl.constexpr, LATENT_BLOCK: tl.constexpr, HALF_BLOCK: tl.constexpr,
+    LOW_BLOCK: tl.constexpr, LATENT_BLOCK: tl.constexpr, HALF_BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
+    turned = tl.arange(0, HALF_BLOCK)
+    there = turned < HALF
+    at = tl.load(positions + token).to(tl.int64) * HALF + turned
+    cosine = tl.load(cosines + at, mask=there & (slot >= 0), other=1.0)
+    sine = tl.load(sines + at, mask=there & (slot >= 0), other=0.0)
+    wait_for_inputs(PDL)
     if slot < 0:
         return
     row = product + token * width
@@ -172,8 +184,6 @@ def _latent_prologue(
     inside = columns < LATENT
     value = _normed(row + first, bias + first, key_weight, columns, inside, key_eps, LATENT, BIAS)
     tl.store(place + columns, value.to(cache.dtype.element_ty), mask=inside)
-    turned = tl.arange(0, HALF_BLOCK)
-    there = turned < HALF
     one_columns = first + LATENT + (turned * 2 if INTERLEAVED else turned)
     other_columns = one_columns + (1 if INTERLEAVED else HALF)
     one = tl.load(row + one_columns, mask=there, other=0.0).to(tl.float32)
@@ -181,9 +191,6 @@ def _latent_prologue(
     if BIAS:
         one += tl.load(bias + one_columns, mask=there, other=0.0).to(tl.float32)
         other += tl.load(bias + other_columns, mask=there, other=0.0).to(tl.float32)
-    at = tl.load(positions + token).to(tl.int64) * HALF + turned
-    cosine = tl.load(cosines + at, mask=there, other=1.0)
-    sine = tl.load(sines + at, mask=there, other=0.0)
     place += LATENT + turned
     tl.store(place, (one * cosine - other * sine).to(cache.dtype.element_ty), mask=there)
     tl.store(place + HALF, (other * cosine + one * sine).to(cache.dtype.element_ty), mask=there)
@@ -193,21 +200,24 @@ def _latent_prologue(
 def _turn_queries(
     product, cosines, sines, positions, slots, query, num_heads, stride, width,
     SIZE: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, HALF_BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
-    if tl.load(slots + token) < 0:
-        return
-    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    slot = tl.load(slots + token)
     turned = tl.arange(0, HALF_BLOCK)
     there = turned < HALF
+    at = tl.load(positions + token).to(tl.int64) * HALF + turned
+    cosine = tl.load(cosines + at, mask=there & (slot >= 0), other=1.0)[None, :]
+    sine = tl.load(sines + at, mask=there & (slot >= 0), other=0.0)[None, :]
+    wait_for_inputs(PDL)
+    if slot < 0:
+        return
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     inside = (heads < num_heads)[:, None] & there[None, :]
     columns = SIZE - 2 * HALF + (turned * 2 if INTERLEAVED else turned)
     source = product + token * stride + heads[:, None] * SIZE + columns[None, :]
     one = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     other = tl.load(source + (1 if INTERLEAVED else HALF), mask=inside, other=0.0).to(tl.float32)
-    at = tl.load(positions + token).to(tl.int64) * HALF + turned
-    cosine = tl.load(cosines + at, mask=there, other=1.0)[None, :]
-    sine = tl.load(sines + at, mask=there, other=0.0)[None, :]
     target = query + ((token * num_heads + heads) * width + width - 2 * HALF)[:, None] + turned[None, :]
     tl.store(target, (one * cosine - other * sine).to(query.dtype.element_ty), mask=inside)
     tl.store(target + HALF, (other * cosine + one * sine).to(query.dtype.element_ty), mask=inside)
@@ -236,6 +246,7 @@ def attend_latent(
     scratch: Scratch,
     *,
     invariant: bool = False,
+    pdl: bool = False,
 ) -> None:
     """Compute causal attention over the latent cache. Padding rows of ``out`` are unchanged.
 
@@ -247,6 +258,7 @@ def attend_latent(
         out: ``[tokens, heads, latent]``.
         scratch: Memory for the intermediate results of ``latent_pieces`` pieces of keys per query.
         invariant: Whether to split no keys. Then a token's result is bit-identical in a decode and in a prompt.
+        pdl: Whether to launch kernels before the previous kernel has ended; see ``dependent_launch.py``.
 
     Raises:
         ValueError: Layout or alignment of a tensor is not supported.
@@ -259,7 +271,7 @@ def attend_latent(
     large = tiled(1 << 30)
     longest = 0 if invariant else 1 if group.decodes_only else LONGEST_SPLIT
     split = tiled(rows) if longest == 1 else large
-    launch = partial(_launch, query, cache, group, scaling, out, scratch, longest=longest, piece=split.piece)
+    launch = partial(_launch, query, cache, group, scaling, out, scratch, longest=longest, piece=split.piece, pdl=pdl)
     if longest > 0:
         pieces = latent_pieces(heads)
         parts = min(pieces, triton.cdiv(group.block_table.shape[1] * cache.shape[2], split.piece))
@@ -270,7 +282,7 @@ def attend_latent(
             requests, len(scratch.total), 1.0, HEADS=heads, SIZE_V=out.shape[2],
             PADDED_V=max(16, triton.next_power_of_2(out.shape[2])), WINDOW=0, ATTENTION_CHUNK=0,
             REQUESTS=max(16, triton.next_power_of_2(requests)), PIECE=split.piece, MAX_PIECES=pieces, LONGEST=longest,
-            FEWEST=1, AT_ONCE=_MERGED_AT_ONCE, num_warps=4,
+            FEWEST=1, AT_ONCE=_MERGED_AT_ONCE, num_warps=4, **pdl_options(pdl=pdl),
         )  # fmt: skip
     if longest != 1:
         launch(large, len(query) // (large.rows // min(rows, large.rows)) + requests, splits=False)
@@ -289,6 +301,7 @@ def _launch(
     splits: bool,
     longest: int,
     piece: int,
+    pdl: bool,
 ) -> None:
     """Launch the kernel for requests whose keys are split, or for the other requests. ``items`` is the maximum number
     of work items (pieces of keys, or tiles of queries) for each tile of heads.
@@ -309,7 +322,7 @@ def _launch(
         query, cache, group.block_table, group.query_start_loc, group.seq_lens, out,
         scratch.sums, scratch.largest, scratch.total,
         requests, len(scratch.total), group.block_table.stride(0), cache.stride(0), scaling,
-        **constants, num_warps=tiles.warps, num_stages=tiles.stages,
+        **constants, num_warps=tiles.warps, num_stages=tiles.stages, **pdl_options(pdl=pdl),
     )  # fmt: skip
 
 
@@ -364,7 +377,7 @@ def latent_attention(
     HEADS: tl.constexpr, LATENT: tl.constexpr, ROTARY: tl.constexpr, PADDED: tl.constexpr, PADDED_ROTARY: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr, REQUESTS: tl.constexpr, ROWS: tl.constexpr,
     HEAD_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, PIECE: tl.constexpr, MAX_PIECES: tl.constexpr,
-    LONGEST: tl.constexpr,
+    LONGEST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute attention in tiles of ``ROWS`` rows. If ``SPLITS`` is true, compute the requests whose keys are split,
     otherwise the other requests; see ``key_pieces``.
@@ -391,6 +404,7 @@ def latent_attention(
     rows = tl.arange(0, ROWS)
     numbers = tl.arange(0, PADDED)
     turned = tl.arange(0, PADDED_ROTARY)
+    wait_for_inputs(PDL)
     for nth in range(tl.program_id(0), num_items, tl.num_programs(0)):
         item = num_items - 1 - nth  # start with the last tiles, which have the most keys
         request, part = find(counts, upto, requests, item // HEAD_TILES)

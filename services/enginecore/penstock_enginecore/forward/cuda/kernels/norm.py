@@ -7,18 +7,27 @@ import triton
 import triton.language as tl
 
 from penstock_enginecore.forward.cuda.kernel_api import Norm, WeightedRows
+from penstock_enginecore.forward.cuda.kernels.dependent_launch import pdl_options, wait_for_inputs
 from penstock_enginecore.forward.cuda.kernels.mixture import summed
 
 _NUMBERS_PER_WARP = 512
 
 
-def add_rms_norm(x: torch.Tensor | WeightedRows, residual: torch.Tensor | None, norm: Norm, out: torch.Tensor) -> None:
+def add_rms_norm(
+    x: torch.Tensor | WeightedRows,
+    residual: torch.Tensor | None,
+    norm: Norm,
+    out: torch.Tensor,
+    *,
+    pdl: bool = False,
+) -> None:
     """Add ``x`` to ``residual`` in place, and write the norm of the sum, times ``weight + offset``, to ``out``.
 
     If ``residual`` is None, write the norm of ``x``. The computation is float32, and the sum is rounded to the
     residual's dtype. ``WeightedRows`` are summed first, and this sum is rounded to the dtype of the rows. So the results
     have the bits of ``weighted_sum`` and a norm. All tensors are contiguous ``[tokens, hidden size]``, and ``out``
-    shares no memory with the others. Raises ValueError for other shapes or strides.
+    shares no memory with the others. ``pdl`` selects dependent launch, see ``dependent_launch.py``. Raises ValueError
+    for other shapes or strides.
     """
     if isinstance(x, WeightedRows):
         x.check()
@@ -40,19 +49,22 @@ def add_rms_norm(x: torch.Tensor | WeightedRows, residual: torch.Tensor | None, 
     _add_rms_norm[(tokens,)](
         first, first if residual is None else residual, norm.weight, out, weights, shared, width, norm.eps, norm.offset,
         ADDS=residual is not None, TOP_K=top_k, BLOCK=block, num_warps=min(16, max(1, block // _NUMBERS_PER_WARP)),
+        **pdl_options(pdl=pdl),
     )  # fmt: skip
 
 
 @triton.jit
 def _add_rms_norm(
     x, residual, weight, out, weights, shared, width, eps, offset,
-    ADDS: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
+    ADDS: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute the norm of one token. ``x`` has ``TOP_K`` rows for each token, or one row if ``TOP_K`` is 0."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
     start = token * width
+    factor = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32) + offset
+    wait_for_inputs(PDL)
     if TOP_K == 0:
         value = tl.load(x + start + columns, mask=inside, other=0.0).to(tl.float32)
     else:
@@ -66,5 +78,4 @@ def _add_rms_norm(
         tl.store(residual + start + columns, rounded, mask=inside)
         value = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, axis=0) / width + eps)
-    factor = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32) + offset
     tl.store(out + start + columns, (value * scale * factor).to(out.dtype.element_ty), mask=inside)

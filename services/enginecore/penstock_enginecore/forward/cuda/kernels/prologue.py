@@ -11,6 +11,7 @@ import triton.language as tl
 from penstock_enginecore.attention.kv_cache import FLOAT8, UNSCALED, KVScales
 from penstock_enginecore.forward.cuda.kernel_api import Norm, RotaryTable
 from penstock_enginecore.forward.cuda.kernels.cache import rounded
+from penstock_enginecore.forward.cuda.kernels.dependent_launch import pdl_options, wait_for_inputs
 
 _HEADS = 4
 """Number of heads per program."""
@@ -27,6 +28,8 @@ def prologue(
     values: torch.Tensor,
     query: torch.Tensor,
     scales: KVScales = UNSCALED,
+    *,
+    pdl: bool = False,
 ) -> None:
     """Add biases, apply norms of heads, and apply rotary positions. Keys and values are written into the KV cache, and
     queries to ``query``.
@@ -46,6 +49,7 @@ def prologue(
         query: ``[tokens, heads, head size]``, receives the queries.
         scales: Scales of a float8_e4m3fn cache: keys and values are divided by the scale before they are stored, and
             clamped to the dtype's range. Caches of other dtypes have no scales.
+        pdl: Whether to launch the kernel before the previous kernel has ended; see ``dependent_launch.py``.
 
     Raises:
         ValueError: Shapes or strides are not supported.
@@ -71,7 +75,7 @@ def prologue(
         1.0 / scales.key, 1.0 / scales.value,
         SIZE=size, HALF=half, BIAS=bias is not None, NORMS=norms is not None, HEADS=_HEADS,
         HALF_BLOCK=triton.next_power_of_2(max(1, half)), REST_BLOCK=triton.next_power_of_2(rest) if rest else 0,
-        num_warps=2,
+        num_warps=2, **pdl_options(pdl=pdl),
     )  # fmt: skip
 
 
@@ -133,16 +137,23 @@ def _prologue(
     num_heads, num_kv_heads, block_size, key_stride, value_stride, query_eps, key_eps, query_offset, key_offset,
     key_inverse_scale, value_inverse_scale,
     SIZE: tl.constexpr, HALF: tl.constexpr, BIAS: tl.constexpr, NORMS: tl.constexpr, HEADS: tl.constexpr,
-    HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
+    HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
-    if slot < 0:
-        return
     group = tl.program_id(1)
     query_groups, kv_groups = tl.cdiv(num_heads, HEADS), tl.cdiv(num_kv_heads, HEADS)
     is_query = group < query_groups
     is_value = group >= query_groups + kv_groups
+    turned = tl.arange(0, HALF_BLOCK)
+    # Values are not rotated.
+    at = tl.load(positions + token).to(tl.int64) * HALF + turned
+    turns = (turned < HALF) & (not is_value) & (slot >= 0)
+    cosine = tl.load(cosines + at, mask=turns, other=1.0)[None, :]
+    sine = tl.load(sines + at, mask=turns, other=0.0)[None, :]
+    wait_for_inputs(PDL)
+    if slot < 0:
+        return
     # First head of this kind (query, key or value) in the merged product, and the indices of the program's heads among
     # the heads of this kind.
     first = tl.where(is_query, 0, num_heads + tl.where(is_value, num_kv_heads, 0))
@@ -150,7 +161,6 @@ def _prologue(
     heads = group * HEADS + tl.arange(0, HEADS)
     there = (heads < tl.where(is_query, num_heads, num_kv_heads))[:, None]
     width = (num_heads + 2 * num_kv_heads) * SIZE
-    turned = tl.arange(0, HALF_BLOCK)
     other_columns = turned + HALF
     in_half = there & (turned < HALF)[None, :]
     one = _load(qkv, bias, first + heads, turned, in_half, token, width, SIZE, BIAS)
@@ -171,11 +181,6 @@ def _prologue(
             other *= scale * _factor(weight, other_columns, offset, SIZE)
             if REST_BLOCK > 0:
                 rest *= scale * _factor(weight, rest_columns, offset, SIZE)
-    # Values are not rotated.
-    at = tl.load(positions + token).to(tl.int64) * HALF + turned
-    turns = (turned < HALF) & (not is_value)
-    cosine = tl.load(cosines + at, mask=turns, other=1.0)[None, :]
-    sine = tl.load(sines + at, mask=turns, other=0.0)[None, :]
     one, other = one * cosine - other * sine, other * cosine + one * sine
     block, in_block = slot // block_size, slot % block_size
     cached = ((heads * block_size + in_block) * SIZE)[:, None]

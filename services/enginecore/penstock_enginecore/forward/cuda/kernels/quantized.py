@@ -28,6 +28,7 @@ from penstock_enginecore.forward.cuda.kernels.configurations import (
     product_tiles,
 )
 from penstock_enginecore.forward.cuda.kernels.conversions import beside_int4, beside_mxfp4, element
+from penstock_enginecore.forward.cuda.kernels.dependent_launch import pdl_options, wait_for_inputs
 from penstock_enginecore.forward.cuda.kernels.grouped import (
     Groups,
     expert_places,
@@ -59,6 +60,7 @@ def quantized_product(
     out: torch.Tensor,
     *,
     invariant: bool = False,
+    pdl: bool = False,
 ) -> None:
     """Multiply ``x`` by ``weight``, add ``bias`` if given, multiply by ``scale``, and write the result to ``out``. Sums
     are float32. Each sum adds one block of columns after another.
@@ -73,6 +75,7 @@ def quantized_product(
         scale: Factor of the result.
         out: ``[rows, out_features]``.
         invariant: Whether sums must have the same order for any number of rows.
+        pdl: Whether to launch kernels before the previous kernel has ended; see ``dependent_launch.py``.
 
     Raises:
         ValueError: Shapes or strides are not supported, or the number of columns of a part does not divide the number
@@ -97,11 +100,13 @@ def quantized_product(
     parts = x.new_empty(slices, rows, out_features, dtype=torch.float32) if slices > 1 else None
     quantized_tiles[grid](
         x, weight.numbers, *_zeros_and_scales(weight), bias, out, parts, rows, out_features, in_features, scale,
-        SLICES=slices, **constants,
+        SLICES=slices, **constants, **pdl_options(pdl=pdl),
     )  # fmt: skip
     if parts is not None:
         merged = rows, triton.cdiv(out_features, _MERGED)
-        merge_slices[merged](parts, bias, out, rows, out_features, scale, SLICES=slices, BLOCK=_MERGED)
+        merge_slices[merged](
+            parts, bias, out, rows, out_features, scale, SLICES=slices, BLOCK=_MERGED, **pdl_options(pdl=pdl)
+        )
 
 
 def narrowed(tiles: _Tiles, weight: StackedWeight) -> _Tiles:
@@ -241,8 +246,10 @@ def quantized_tiles(
     x, numbers, zeros, scales, bias, out, parts, rows, out_features, in_features, scale,
     KIND: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, PACKED: tl.constexpr, SLICES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of ``out`` for a linear layer, or one slice of the sums of a tile."""
+    wait_for_inputs(PDL)
     begin = tl.program_id(1) * BLOCK_M
     m, n, n_read, x_rows = places(x, begin, rows, tl.program_id(0), out_features, in_features, BLOCK_M, BLOCK_N)
     TILE: tl.constexpr = PART * (2 if KIND == "float8" else 4)
@@ -265,8 +272,11 @@ def quantized_tiles(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def merge_slices(parts, bias, out, rows, out_features, scale, SLICES: tl.constexpr, BLOCK: tl.constexpr):
+def merge_slices(
+    parts, bias, out, rows, out_features, scale, SLICES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     """Add the slices ``parts`` of the sums, float32 ``[SLICES, rows, out_features]``, in order, for part of a row."""
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = n < out_features
