@@ -105,6 +105,20 @@ class Decoder:
         finally:
             self.forward._graphs = graphs
 
+    @contextmanager
+    def serial(self) -> Iterator[None]:
+        """Launch kernels without PDL in the ``with`` block, as with ``kernels.dependent_launch: false``. No graph may
+        have been captured: enter this block before the KV cache is bound.
+        """
+        kernels = self.forward._kernels
+        held = dict(vars(kernels))
+        without = vars(type(kernels)(batch_invariant=kernels.batch_invariant))
+        vars(kernels).update({name: value for name, value in without.items() if name == "_pdl" or callable(value)})
+        try:
+            yield
+        finally:
+            vars(kernels).update(held)
+
 
 @contextmanager
 def decoder(

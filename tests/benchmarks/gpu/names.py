@@ -30,6 +30,11 @@ def by_library(prompt: Prefill) -> str:
     return f"{prompt.name} by cuDNN"
 
 
+def serial(row: DecodeRow) -> str:
+    """Return the name of a decode step without dependent launch."""
+    return f"no dependent launch {row.streams} x {row.context}"
+
+
 class Filters(NamedTuple):
     """Sampling parameters of all rows of a step."""
 
@@ -93,7 +98,7 @@ def idle_row(plan: Plan) -> DecodeRow:
 
 
 def launched_rows(plan: Plan) -> list[DecodeRow]:
-    """Return the decode steps that also run without graphs: the first step, and the step of ``idle_row``."""
+    """Return the decode steps that also run without graphs or dependent launch: the first step, and the step of ``idle_row``."""
     return list(dict.fromkeys((plan.decode[0], idle_row(plan))))
 
 

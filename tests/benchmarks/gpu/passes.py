@@ -1,7 +1,7 @@
 """The forward pass alone, with a KV cache of random numbers.
 
-The rows are decode steps, steps that verify drafts, prompts, decode steps without graphs, and the idle time of the
-device. All rows use one model.
+The rows are decode steps, steps that verify drafts, prompts, decode steps without graphs or without dependent launch,
+and the idle time of the device. All rows use one model.
 """
 
 from functools import partial
@@ -34,6 +34,7 @@ def stages(settings: Settings) -> list[Stage]:
     if not settings.cpu:
         rows.append(Row(names.IDLE, partial(_idle, row=names.idle_row(plan))))
         rows += [Row(names.launched(row), partial(_launched, row=row)) for row in names.launched_rows(plan)]
+        rows += [Row(names.serial(row), partial(_serial, row=row)) for row in names.launched_rows(plan)]
         rows += [Row(names.filtered(row), partial(_filtered, row=row)) for row in names.launched_rows(plan)]
     return [Stage("model", rows, partial(decoder, plan, device), BUILD_LIMIT)]
 
@@ -70,6 +71,13 @@ def _launched(model: Decoder, row: DecodeRow) -> dict[str, Any]:
     step = model.step(*decode_batch(model.plan, row))
     with model.launched(), cache(model.forward, blocks(row)):
         return model.timed(step, replays=False)
+
+
+@torch.inference_mode()
+def _serial(model: Decoder, row: DecodeRow) -> dict[str, Any]:
+    step = model.step(*decode_batch(model.plan, row))
+    with model.serial(), cache(model.forward, blocks(row)):
+        return model.timed(step)
 
 
 @torch.inference_mode()

@@ -50,6 +50,7 @@ def lines(plan: Plan, results: Results) -> Iterator[str]:
     yield from table.prefill()
     yield from table.verify()
     yield from table.launched()
+    yield from table.serial()
     yield from table.mixtures()
     yield from table.products()
     yield from table.tiles()
@@ -130,6 +131,14 @@ class Tables:
                 (row.streams, row.context, _ms(found), _share(self._step_floor(row), found), _times(found, usual))
             )
         yield from _table("without graphs, streams | context | ms | of the floor | beside graphs", rows)
+
+    def serial(self) -> Iterator[str]:
+        """Yield the table of decode steps without dependent launch."""
+        rows: list[Line] = []
+        for row in names.launched_rows(self._plan):
+            found = self._ms("passes", names.serial(row))
+            rows.append((row.streams, row.context, _ms(found), _times(found, self._ms("passes", row.name))))
+        yield from _table("without dependent launch, streams | context | ms | beside dependent launch", rows)
 
     def mixtures(self) -> Iterator[str]:
         """Yield the table of models with experts."""
