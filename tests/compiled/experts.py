@@ -18,16 +18,18 @@ from tests.compiled.products import counted, int4_weight, must_have
 
 EXPERTS = 128
 _KINDS: tuple[Kind, ...] = ("float8", "int4", "mxfp4")
-_ARGUMENTS: dict[str, str | None] = {
+ARGUMENTS: dict[str, str | None] = {
     "x": "*bf16", "zeros": None, "bias": None, "ends": "*i32", "order": "*i32", "out": "*bf16", "experts": "i32",
     "out_features": "i32", "in_features": "i32", "blocks": "i32", "alpha": "fp32", "limit": "fp32", "tiles": "i32",
     "shared_x": None, "shared_weight": None, "shared_out": None, "tokens": "i32", "shared_out_features": "i32",
     "shared_in_features": "i32",
 }  # fmt: skip
-_ALIGNED = frozenset(
+"""Types of the arguments that all grouped products have, without a shared MLP."""
+ALIGNED = frozenset(
     {"x", "weight", "numbers", "zeros", "scales", "bias", "ends", "order", "out", "out_features", "in_features"}
     | {"shared_x", "shared_weight", "shared_out", "shared_out_features", "shared_in_features"}
 )
+"""Arguments that are divisible by 16."""
 _SHARED = {"shared_x": "*bf16", "shared_weight": "*bf16", "shared_out": "*bf16"}
 _GATHERS = {"TOP_K": 8, "GATE": "silu"}
 _SCATTERS = {"TOP_K": 0, "GATE": ""}
@@ -88,12 +90,12 @@ def _kernel(name: str, tiles: ExpertTiles | DenseExpertTiles, types: dict[str, s
         "PRECISION": "ieee",
         **own,
     }
-    common = (_ALIGNED, tiles.warps, tiles.stages)
+    common = (ALIGNED, tiles.warps, tiles.stages)
     if isinstance(tiles, DenseExpertTiles):
         needed: tuple[str, ...] = ("cp.async",) if tiles.block_m < 64 else ("cp.async", "wgmma.mma_async")
-        return Kernel(name, grouped_tiles, {**_ARGUMENTS, **types}, shape, *common, needed)
+        return Kernel(name, grouped_tiles, {**ARGUMENTS, **types}, shape, *common, needed)
     shape |= {"KIND": tiles.kind, "PACKED": True}
     needed = must_have(tiles, SM_90)
     return Kernel(
-        name, quantized_experts, {**_ARGUMENTS, **types}, shape, *common, needed, **counted(tiles, shape, SM_90)
+        name, quantized_experts, {**ARGUMENTS, **types}, shape, *common, needed, **counted(tiles, shape, SM_90)
     )

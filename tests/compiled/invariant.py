@@ -6,17 +6,17 @@ from dataclasses import replace
 from penstock_enginecore.forward.cuda.kernels.configurations import InvariantTiles, invariant_tiles, product_tiles
 from penstock_enginecore.forward.cuda.kernels.grouped import grouped_tiles
 from penstock_enginecore.forward.cuda.kernels.invariant import product_tiles as product_kernel
-from tests.compiled import products
+from tests.compiled import experts, products
 from tests.compiled.kernel import Kernel
 
 ROWS = (64, 512)
 """Rows of steps for which a program computes 64 rows and 128 rows."""
 FEATURES = (4096, 28_672)
 _ARGUMENTS: dict[str, str | None] = {
-    "x": "*bf16", "weight": "*bf16", "bias": None, "ends": "*i32", "order": "*i32", "out": "*bf16", "rows": "i32",
-    "experts": "i32", "out_features": "i32", "in_features": "i32", "scale": "fp32", "alpha": "fp32", "limit": "fp32",
+    "x": "*bf16", "weight": "*bf16", "bias": None, "out": "*bf16", "rows": "i32", "out_features": "i32",
+    "in_features": "i32", "scale": "fp32",
 }  # fmt: skip
-_ALIGNED = frozenset({"x", "weight", "ends", "order", "out", "out_features", "in_features"})
+_ALIGNED = frozenset({"x", "weight", "out", "out_features", "in_features"})
 
 
 def kernels() -> Iterator[Kernel]:
@@ -48,18 +48,14 @@ def _product(tiles: InvariantTiles, features: int, rows: int, *, transposed: boo
         "EVEN": True,
         "PRECISION": "tf32",
     }
-    own = {} if transposed is None else {"EXPERTS": 128, "TRANSPOSED": transposed, "TOP_K": 0, "GATE": ""}
-    kind = {None: "product", False: "experts", True: "transposed experts"}[transposed]
-    return Kernel(
-        f"invariant {kind}, {rows} rows, {features} features",
-        product_kernel if transposed is None else grouped_tiles,
-        _ARGUMENTS,
-        {**shape, **own},
-        _ALIGNED,
-        tiles.warps,
-        tiles.stages,
-        ("cp.async", _instruction(tiles.block_n)),
-    )
+    common = tiles.warps, tiles.stages, ("cp.async", _instruction(tiles.block_n))
+    name = f"{rows} rows, {features} features"
+    if transposed is None:
+        return Kernel(f"invariant product, {name}", product_kernel, _ARGUMENTS, shape, _ALIGNED, *common)
+    shape |= {"EXPERTS": 128, "TRANSPOSED": transposed, "TOP_K": 0, "GATE": "", "SHARED_EVEN": True}
+    types = {**experts.ARGUMENTS, "weight": "*bf16"}
+    kind = "transposed experts" if transposed else "experts"
+    return Kernel(f"invariant {kind}, {name}", grouped_tiles, types, shape, experts.ALIGNED, *common)
 
 
 def _instruction(block_n: int) -> str:
