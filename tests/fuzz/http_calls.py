@@ -110,6 +110,10 @@ SEEDS: dict[str, list[dict[str, Any]]] = {
     "/v1/rerank": [{"query": "a", "documents": ["b", {"text": "c"}], "top_n": 1, "return_documents": False}],
     "/classify": [{"input": ["a", [5, 6]], "use_activation": False}],
     "/pooling": [{"input": "a", "task": "token_embed", "encoding_format": "base64"}, {"input": [[5, 6], [7]]}],
+    "/embed": [{"inputs": ["a", [5, 6]], "normalize": False, "prompt_name": "query", "dimensions": 2}],
+    "/embed_all": [{"inputs": "a", "truncate": True, "truncation_direction": "Left"}],
+    "/predict": [{"inputs": [["a", "b"], ["c", "d"]], "raw_scores": True}, {"inputs": "a"}],
+    "/similarity": [{"inputs": {"source_sentence": "a", "sentences": ["b"]}}],
     "/tokenize": [{"prompt": "a"}, {"messages": [_HI], "tools": [_TOOL], "return_token_strs": True}],
     "/detokenize": [{"tokens": [5, 6, 7]}],
 }

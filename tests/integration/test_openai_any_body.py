@@ -16,6 +16,7 @@ from penstock_frontend.api.openai.completions import CompletionRequest
 from penstock_frontend.api.openai.pooling.embeddings import EmbeddingRequest
 from penstock_frontend.api.openai.pooling.pooled import ClassificationBody, PoolingBody
 from penstock_frontend.api.openai.pooling.scoring import RerankBody, ScoreBody
+from penstock_frontend.api.openai.pooling.tei import EmbedBody, PredictBody, SimilarityBody
 from penstock_frontend.api.openai.responses.response import ResponseBody
 from penstock_frontend.api.openai.tokenization import DetokenizeRequest, TokenizeRequest
 from tests.fakes.engines.fake_engine import FakeEngine
@@ -37,6 +38,9 @@ CALLS: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
     "/rerank": (RerankBody, {"query": "hi", "documents": ["a", {"text": "b"}]}),
     "/classify": (ClassificationBody, {"input": "hi"}),
     "/pooling": (PoolingBody, {"input": "hi"}),
+    "/embed": (EmbedBody, {"inputs": "hi"}),
+    "/predict": (PredictBody, {"inputs": [["hi"], ["a"]]}),
+    "/similarity": (SimilarityBody, {"inputs": {"source_sentence": "hi", "sentences": ["a"]}}),
     "/tokenize": (TokenizeRequest, {"prompt": "hi"}),
     "/detokenize": (DetokenizeRequest, {"tokens": [1]}),
 }

@@ -131,8 +131,9 @@ async def test_texts_are_cut_behind_the_tokens_around_them(model: Path) -> None:
             {"truncate": "END", "truncation_side": "left"},
             "truncation_side is 'left' and truncate is 'END', which are different truncations; set only one of the fields",
         ),
-        ({"prompt_name": "query"}, "prompt_name is not supported; use that text in the input itself"),
-        ({"input_type": "search_query"}, "input_type is not supported; use that text in the input itself"),
+        ({"prompt_name": "query"}, "prompt_name is 'query', which the model does not have: it has no prompts"),
+        ({"input_type": "image"}, "input_type is 'image'; known: query, search_query"),
+        ({"prompt": "query: "}, "prompt is not supported; use that text in the input itself"),
         ({"embedding_types": ["int8"]}, 'embedding_types is ["int8"]; it must be ["float"] or ["base64"]'),
         ({"embedding_types": ["float", "base64"]}, "embedding_types is "),
         (

@@ -288,6 +288,10 @@ class PoolingRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the tokenizer adds special tokens to the inputs. False for a rendered conversation, because the chat
     template adds them.
     """
+    prompt: str | None = None
+    """Text that is added before each input of an embedding request. None means the model's default prompt, which is not
+    added to token ids.
+    """
     context: RequestContext = RequestContext()
 
 

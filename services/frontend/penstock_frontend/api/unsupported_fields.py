@@ -20,7 +20,8 @@ GENERATING = CHAT + COMPLETIONS + RESPONSES + MESSAGES
 """Structs of the request bodies that generate text. ``UnsupportedField.structs`` has names of structs."""
 SCORES, CLASSIFY, POOLING, RERANK = ("ScoreBody",), ("ClassificationBody",), ("PoolingBody",), ("RerankBody",)
 EMBEDDINGS = ("EmbeddingRequest",)
-POOLING_ROUTES = EMBEDDINGS + POOLING + SCORES + CLASSIFY + RERANK
+TEI = ("EmbedBody", "EmbedAllBody", "PredictBody", "SimilarityBody")
+POOLING_ROUTES = EMBEDDINGS + POOLING + SCORES + CLASSIFY + RERANK + TEI
 """Structs of the request bodies for embeddings, classes and scores."""
 ROUTES: Mapping[str, str] = {
     "ChatCompletionRequest": "/v1/chat/completions",
@@ -37,6 +38,10 @@ ROUTES: Mapping[str, str] = {
     "ScoreBody": "/v1/score",
     "ClassificationBody": "/classify",
     "RerankBody": "/rerank",
+    "EmbedBody": "/embed",
+    "EmbedAllBody": "/embed_all",
+    "PredictBody": "/predict",
+    "SimilarityBody": "/similarity",
 }
 """Map from structs to the public names of the objects that the structs represent."""
 
@@ -370,16 +375,21 @@ _POOLING = (
         ("max_tokens_per_doc", "max_tokens_per_query"), "truncation of inputs", "truncate_prompt_tokens", POOLING_ROUTES
     ),
     _F(
-        ("prompt_name", "prompt", "input_type", "task_type"),
-        "one of the model's own prompts before each input",
+        ("prompt", "task_type"),
+        "a text before each input",
         "that text in the input itself",
         structs=POOLING_ROUTES,
     ),
+    _F(
+        ("prompt_name", "input_type"),
+        "one of the model's own prompts before each input",
+        "that text in the input itself",
+        structs=POOLING + SCORES + CLASSIFY + RERANK,
+    ),
     _F(("inputs", "texts", "sentences"), "inputs under another name", "input", structs=EMBEDDINGS + POOLING + CLASSIFY),
     _F(("images",), "images as inputs", "messages", structs=EMBEDDINGS),
-    _F(("texts",), "documents under another name", "documents", structs=RERANK + SCORES),
-    _F(("return_text",), "documents as part of the answer", "return_documents", structs=RERANK),
-    _F(("raw_scores",), "scores without an activation", "use_activation", structs=RERANK + CLASSIFY + SCORES),
+    _F(("texts",), "documents under another name", "documents", structs=SCORES),
+    _F(("raw_scores",), "scores without an activation", "use_activation", structs=CLASSIFY + SCORES),
     _F(("task", "late_chunking"), "an adapter of the model, or another mode", structs=EMBEDDINGS),
     _F(("task",), "a result for each token", "/pooling", structs=CLASSIFY, neutral=("classify",)),
     _F(("output_dimension", "output_dimensionality"), "shorter embeddings", "dimensions", structs=EMBEDDINGS + POOLING),

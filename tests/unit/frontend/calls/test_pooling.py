@@ -24,6 +24,7 @@ from penstock_frontend.metrics import FrontendMetrics
 from penstock_frontend.processing.outputs.pooling import PooledOutputs, PooledState, SplitOutputs
 from penstock_frontend.processing.outputs.processor import OutputProcessor
 from penstock_frontend.processing.prompts.input import InputProcessor
+from penstock_frontend.processing.prompts.named_prompts import NamedPrompts
 from penstock_frontend.processing.prompts.pooling import PoolingInputs, check_generates, load_labels
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer
 from tests.fakes.models import small_tokenizers
@@ -78,7 +79,7 @@ class Rig:
         self.outputs = PooledOutputs(lambda state, _: self.done.append(state))
         self.answers = BytesInFlight(lambda: 5 * SMALL, "limits.max_answer_bytes_in_flight", what="answers")
         self.calls = PoolingCalls(
-            inputs=PoolingInputs(tokenizer, inputs, limits),
+            inputs=PoolingInputs(tokenizer, inputs, limits, NamedPrompts()),
             outputs=self.outputs,
             engines=self.engines,  # type: ignore[arg-type]
             adapters=AdapterCalls(

@@ -70,7 +70,8 @@ class PlainText(msgspec.Struct, frozen=True):
     text: str
 
 
-Answer: TypeAlias = msgspec.Struct | EventStream
+Answer: TypeAlias = msgspec.Struct | list[Any] | EventStream
+"""Answer of a handler. Structs and lists are sent as JSON."""
 Handler: TypeAlias = Callable[[Call, Body], Awaitable[Answer]]
 """Function that decodes the body of a call, closes the body once the call is admitted, and returns the answer."""
 ErrorShape: TypeAlias = Callable[[Exception, str], errors.ErrorAnswer]

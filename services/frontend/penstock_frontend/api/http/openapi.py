@@ -32,9 +32,10 @@ from penstock_frontend.api.openai.models import (
     UnloadLoraAdapterRequest,
     Version,
 )
+from penstock_frontend.api.openai.pooling import tei
 from penstock_frontend.api.openai.pooling.embeddings import EmbeddingList, EmbeddingRequest
 from penstock_frontend.api.openai.pooling.pooled import ClassificationBody, ClassificationList, PooledList, PoolingBody
-from penstock_frontend.api.openai.pooling.scoring import Ranking, RerankBody, ScoreBody, ScoreList
+from penstock_frontend.api.openai.pooling.scoring import RankedText, Ranking, RerankBody, ScoreBody, ScoreList
 from penstock_frontend.api.openai.response_format import ResponseFormat
 from penstock_frontend.api.openai.responses import response
 from penstock_frontend.api.openai.responses.response import Event, ResponseBody
@@ -59,13 +60,13 @@ _UNTYPED = {"default": None}
 
 
 class _Operation(msgspec.Struct, frozen=True, kw_only=True):
-    """One method of one path. ``chunk`` is the type of a streamed chunk. ``text`` is the media type of an answer that
-    is not JSON.
+    """One method of one path. ``answer`` is a struct or the type of a list. ``chunk`` is the type of a streamed chunk.
+    ``text`` is the media type of an answer that is not JSON.
     """
 
     summary: str
     body: type | None = None
-    answer: type | None = None
+    answer: Any = None
     chunk: type | None = None
     text: str = ""
     errors: tuple[str, ...] = ()
@@ -77,7 +78,9 @@ _MESSAGE_CALL = ("400", "404", "408", "413", "429", "504", "529")
 _OPERATION = ("400", "401", "403", "404", "408", "413", "429", "503")
 _LOOK = ("400", "408", "413", "429")
 _SCORE = _Operation(summary="Score pairs of texts", body=ScoreBody, answer=ScoreList, errors=_CALL)
-_RERANK = _Operation(summary="Rank documents by relevance", body=RerankBody, answer=Ranking, errors=_CALL)
+_RERANK = _Operation(
+    summary="Rank documents by relevance", body=RerankBody, answer=Ranking | list[RankedText], errors=_CALL
+)
 _POSTS: Mapping[str, _Operation] = {
     "/v1/completions": _Operation(
         summary="Continue prompts", body=CompletionRequest, answer=Completion, chunk=Completion, errors=_CALL
@@ -122,6 +125,24 @@ _POSTS: Mapping[str, _Operation] = {
         summary="Classify inputs", body=ClassificationBody, answer=ClassificationList, errors=_CALL
     ),
     "/pooling": _Operation(summary="Run a pooling model on inputs", body=PoolingBody, answer=PooledList, errors=_CALL),
+    "/embed": _Operation(
+        summary="Compute embeddings, as in TEI", body=tei.EmbedBody, answer=list[list[float]], errors=_CALL
+    ),
+    "/embed_all": _Operation(
+        summary="Compute embeddings of all tokens, as in TEI",
+        body=tei.EmbedAllBody,
+        answer=list[list[list[float]]],
+        errors=_CALL,
+    ),
+    "/predict": _Operation(
+        summary="Classify inputs, as in TEI",
+        body=tei.PredictBody,
+        answer=list[tei.Prediction | list[tei.Prediction]],
+        errors=_CALL,
+    ),
+    "/similarity": _Operation(
+        summary="Compare sentences, as in TEI", body=tei.SimilarityBody, answer=list[float], errors=_CALL
+    ),
     "/ping": _Operation(summary="Report whether requests are accepted", text="text/plain", errors=("503",)),
     LOAD: _Operation(
         summary="Load a LoRA adapter under a name", body=LoadLoraAdapterRequest, text=PLAIN_TEXT, errors=_OPERATION
@@ -191,7 +212,7 @@ def route(routes: list[Route]) -> Route:
 
 def _operation(path: str, each: _Operation) -> dict[str, Any]:
     schema: dict[str, Any] = {"type": "string"} if each.text.startswith("text/") else {}
-    content = {each.text: {"schema": schema}} if each.text else {"application/json": {"schema": _ref(each.answer)}}
+    content = {each.text: {"schema": schema}} if each.text else {"application/json": {"schema": _answer(each.answer)}}
     if each.chunk is not None:
         # Each event is a chunk as JSON, or an error. The last event is the text [DONE].
         about = f"An event; its data is a {each.chunk.__name__}, the last one's [DONE]."
@@ -212,12 +233,20 @@ def _operation(path: str, each: _Operation) -> dict[str, Any]:
     return described
 
 
+def _answer(kind: Any) -> dict[str, Any]:
+    """Return the schema of an answer: a reference to a struct, or the schema of a list."""
+    if kind is None or isinstance(kind, type):
+        return _ref(kind)
+    (schema,), _ = msgspec.json.schema_components([kind], ref_template=_REF)
+    return schema
+
+
 def _ref(kind: type | None) -> dict[str, str]:
     return {"$ref": _REF.format(name=kind.__name__ if kind else "")}
 
 
 def _schemas() -> dict[str, Any]:
-    kinds: list[type] = [ErrorBody, MessagesError, ResponseFormat]
+    kinds: list[Any] = [ErrorBody, MessagesError, ResponseFormat]
     for each in (operation for operations in _METHODS.values() for operation in operations.values()):
         kinds += [kind for kind in (each.body, each.answer, each.chunk) if kind is not None]
     _, schemas = msgspec.json.schema_components(list(dict.fromkeys(kinds)), ref_template=_REF)

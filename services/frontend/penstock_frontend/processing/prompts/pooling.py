@@ -21,6 +21,7 @@ from penstock_frontend.processing.prompts.input import (
     warn_of_double_bos,
 )
 from penstock_frontend.processing.prompts.mixed_prompt import media_tokens, no_media_with
+from penstock_frontend.processing.prompts.named_prompts import NamedPrompts
 from penstock_frontend.processing.prompts.tokenizer import Cut, Tokenizer, cut, read_json, resolve
 
 AS_MANY_AS_FIT = -1
@@ -40,7 +41,14 @@ class _Tokenized(NamedTuple):
 class PoolingInputs:
     """Checks and tokenizes the inputs of pooling requests. Every error names the input, the value and the limit."""
 
-    def __init__(self, tokenizer: Tokenizer, inputs: InputProcessor, limits: Reread[LimitsConfig]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        inputs: InputProcessor,
+        limits: Reread[LimitsConfig],
+        prompts: NamedPrompts,
+    ) -> None:
+        self.prompts = prompts
         self._tokenizer = tokenizer
         self._inputs = inputs
         self._limits = limits
@@ -82,6 +90,7 @@ class PoolingInputs:
         If the engines' ``limits`` are known, texts that are much too long are refused before they are tokenized.
         """
         context = self._inputs.checked_context(request.context, request_id)
+        request = self._with_prompt(request)
         if limits is not None and request.truncate_prompt_tokens is not None:
             request = _shortened(request, longest_text(limits.max_model_len))
         for index in range(len(request.inputs)):
@@ -123,6 +132,26 @@ class PoolingInputs:
                     field=field,
                     reason="PROMPT_TOO_LONG",
                 )
+
+    def _with_prompt(self, request: PoolingRequest) -> PoolingRequest:
+        """Return the request with the model's prompt before each text to embed. Raises InvalidArgument if the client
+        selects a prompt for token ids.
+        """
+        if request.params.task not in (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED):
+            return request
+        prompt = self.prompts.default_text if request.prompt is None else request.prompt
+        if not prompt:
+            return request
+        for given, field in zip(request.inputs, request.fields, strict=True):
+            if request.prompt is not None and not isinstance(given, str):
+                raise InvalidArgument(
+                    f"{field} is not a text, but a prompt can be added only to texts; send texts, or no prompt_name and "
+                    "no input_type",
+                    field=field,
+                )
+        # An empty input stays empty, so that it is refused.
+        inputs = [prompt + given if isinstance(given, str) and given else given for given in request.inputs]
+        return msgspec.structs.replace(request, inputs=inputs)
 
     def _check_input(self, request: PoolingRequest, index: int, limits: ModelLimits | None) -> None:
         prompt, field = request.inputs[index], request.fields[index]

@@ -22,6 +22,7 @@ from penstock_frontend.processing.outputs.collector import OutputCollector
 from penstock_frontend.processing.outputs.processor import RequestState
 from penstock_frontend.processing.prompts import sampling_params
 from penstock_frontend.processing.prompts.input import InputProcessor
+from penstock_frontend.processing.prompts.named_prompts import NamedPrompts
 from penstock_frontend.processing.prompts.pooling import PoolingInputs
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer, load_model_files
 from tests.fakes.multimodal_models import make_image, save_multimodal_model
@@ -197,7 +198,7 @@ async def test_usage_tells_how_many_tokens_are_media(inputs: InputProcessor, tok
 
 
 async def test_an_input_to_embed_may_have_media(inputs: InputProcessor, tokenizer: Tokenizer) -> None:
-    pooling = PoolingInputs(tokenizer, inputs, Reread(LimitsConfig()))
+    pooling = PoolingInputs(tokenizer, inputs, Reread(LimitsConfig()), NamedPrompts())
     image = image_part(make_image(30, 30), "inputs[1].mixed.parts[1].media")
     mixed = MixedPrompt(("what", image), ("inputs[1].mixed.parts[0].text", image.field))
     request = PoolingRequest(

@@ -16,7 +16,7 @@ from penstock_frontend.api.openai.context import context_of
 from penstock_frontend.api.openai.conversation import MediaIoBody, MessageBody, messages_of, options_of
 from penstock_frontend.api.openai.pooling.fields import (
     Input,
-    TruncationFields,
+    PromptFields,
     in_base64,
     inputs_of,
     normalize_of,
@@ -33,7 +33,7 @@ _INT32 = 2**31
 _ENCODINGS = ("float", "base64")
 
 
-class EmbeddingRequest(TruncationFields, kw_only=True):
+class EmbeddingRequest(PromptFields, kw_only=True):
     """Request body of ``/v1/embeddings``. ``input`` is a text, token ids, or a list of texts or of lists of token ids.
 
     Most other fields are those of vLLM. ``messages`` is a conversation that is the only input. ``normalize``, also
@@ -106,6 +106,7 @@ class Embeddings:
             context=msgspec.structs.replace(context, cache_salt=body.cache_salt or ""),
             truncate_prompt_tokens=body.truncate_prompt_tokens,
             truncation=truncation,
+            prompt=self._llm.pooling.inputs.prompts.text(body.prompt_name, body.input_type),
         )
         request = await self._with_inputs(request, body, given)
         result, request_id = await pooled(self._llm, request, given)
@@ -131,6 +132,9 @@ class Embeddings:
             return msgspec.structs.replace(request, inputs=inputs, fields=fields)
         if body.input is not None:
             raise InvalidArgument("messages and input are both set; set only one of them", field="messages")
+        if request.prompt is not None:
+            name = "prompt_name" if body.input_type is None else "input_type"
+            raise InvalidArgument(f"{name} and messages are both set; write the prompt in messages", field=name)
         options = options_of(body.mm_processor_kwargs, body.media_io_kwargs)
         messages = await given.converted(functools.partial(messages_of, body.messages, options))
         rendered = await self._chat.renderer.render(
@@ -148,6 +152,7 @@ class Embeddings:
             fields=["messages"],
             # the chat template writes the special tokens, so the tokenizer must not add them
             add_special_tokens=bool(body.add_special_tokens),
+            prompt="",
         )
 
 

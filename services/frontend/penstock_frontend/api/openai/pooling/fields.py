@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from penstock_common.errors import InvalidArgument, RequestFailed
+from penstock_common.rpc.outputs import floats
 from penstock_common.types.outputs import EngineCoreOutput
 from penstock_common.types.request import Vectors
 from penstock_frontend.api.http.request_body import Body
@@ -103,6 +104,17 @@ Input: TypeAlias = str | list[str | TokenId | list[TokenId]]
 """Type of an input field: a text, token ids, or a list of texts or of lists of token ids."""
 
 
+class PromptFields(TruncationFields, kw_only=True):
+    """Body fields that select one of the model's prompts, which is added before each text.
+
+    ``prompt_name`` (sentence-transformers, TEI): name of the prompt. ``input_type`` (Cohere, Voyage, NIM): kind of the
+    inputs, such as ``search_query`` or ``document``.
+    """
+
+    prompt_name: str | None = None
+    input_type: str | None = None
+
+
 class PoolingFields(TruncationFields, kw_only=True):
     """Fields that the bodies in vLLM's protocol share. If ``use_activation`` is false, the answer has the raw scores of
     the model.
@@ -184,3 +196,12 @@ async def written(
 def in_base64(vectors: Vectors) -> str:
     """Return float32 numbers as bytes in base64."""
     return base64.b64encode(vectors.data).decode()
+
+
+def rows_of(vectors: Vectors) -> Sequence[float | list[float]]:
+    """Return the numbers of one vector, or a list of numbers for each vector if there are several."""
+    numbers = floats(vectors)
+    if len(vectors.shape) == 1:
+        return numbers
+    _, size = vectors.shape
+    return [numbers[start : start + size] for start in range(0, len(numbers), size)]

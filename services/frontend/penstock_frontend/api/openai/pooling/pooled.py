@@ -9,7 +9,7 @@ import msgspec
 from penstock_common.errors import InvalidArgument
 from penstock_common.rpc.outputs import floats
 from penstock_common.types.outputs import EngineCoreOutput
-from penstock_common.types.request import PoolingParams, PoolingTask, Vectors
+from penstock_common.types.request import PoolingParams, PoolingTask
 from penstock_frontend.api.http.endpoint import Answer, Call
 from penstock_frontend.api.http.request_body import Body
 from penstock_frontend.api.openai.body_fields import check_range, shown
@@ -22,6 +22,7 @@ from penstock_frontend.api.openai.pooling.fields import (
     inputs_of,
     normalize_of,
     pooled,
+    rows_of,
     truncation_of,
     usage_of,
     written,
@@ -107,7 +108,7 @@ class Pooling:
         )
         result, request_id = await pooled(self._llm, request, given)
         # The JSON encoder copies a msgspec.Raw without changes.
-        numbers = in_base64 if body.encoding_format == "base64" else _numbers
+        numbers = in_base64 if body.encoding_format == "base64" else rows_of
         data = cast(
             Sequence[Pooled],
             await written(
@@ -137,14 +138,6 @@ class Pooling:
                     f"{name} is {shown(value)}, but it has no meaning for {task.name.lower()}; leave it out", field=name
                 )
         return PoolingParams(task=task, use_activation=body.use_activation is not False)
-
-
-def _numbers(vectors: Vectors) -> Sequence[float | list[float]]:
-    numbers = floats(vectors)
-    if len(vectors.shape) == 1:
-        return numbers
-    _, size = vectors.shape
-    return [numbers[start : start + size] for start in range(0, len(numbers), size)]
 
 
 # The code below serves ``/classify``.

@@ -153,12 +153,17 @@ class RerankBody(PoolingFields, kw_only=True):
 
     ``documents`` are texts, or objects with ``text``. If ``top_n`` is null or 0, the answer has all documents. If
     ``return_documents`` is false, the answer does not have the texts of the documents.
+
+    ``texts``, ``return_text`` and ``raw_scores`` are TEI's names. With ``texts``, the answer has TEI's form.
     """
 
     query: str | DocumentBody
-    documents: list[str | DocumentBody]
+    documents: list[str | DocumentBody] | None = None
     top_n: int | None = None
     return_documents: bool | None = None
+    texts: list[str] | None = None
+    return_text: bool | None = None
+    raw_scores: bool | None = None
 
 
 class RankedDocument(msgspec.Struct, frozen=True):
@@ -184,6 +189,14 @@ class Ranking(msgspec.Struct, frozen=True, kw_only=True):
     results: Sequence[Ranked]
 
 
+class RankedText(msgspec.Struct, frozen=True, kw_only=True):
+    """Entry of the answer in TEI's form. The answer is a list, sorted by score, highest first."""
+
+    index: int
+    text: str | msgspec.UnsetType = msgspec.UNSET
+    score: float
+
+
 class Reranking:
     """Handler of ``/rerank``."""
 
@@ -198,14 +211,14 @@ class Reranking:
         check_range("top_n", body.top_n, 0, _INT32_MAX)
         context = context_of(call, "rerank", body)
         model = self._llm.inputs.check_model(context.model, context.lora)
-        texts = [_text(document) for document in body.documents]
-        self._llm.pooling.inputs.check_count(len(texts), field="documents")
+        name, texts = _documents(body)
+        self._llm.pooling.inputs.check_count(len(texts), field=name)
         request = ScoreRequest(
             queries=[_text(body.query)],
             query_fields=["query"],
             documents=texts,
-            document_fields=[f"documents[{index}]" for index in range(len(texts))],
-            use_activation=body.use_activation is not False,
+            document_fields=[f"{name}[{index}]" for index in range(len(texts))],
+            use_activation=body.use_activation is not False and not body.raw_scores,
             truncate_prompt_tokens=body.truncate_prompt_tokens,
             truncation=truncation,
             context=context,
@@ -213,6 +226,13 @@ class Reranking:
         given.close()  # the call below admits the request before it does any other work
         result = await self._scoring.run(request)
         order = sorted(range(len(texts)), key=result.scores.__getitem__, reverse=True)
+        if body.texts is not None:
+            return [
+                RankedText(
+                    index=index, text=texts[index] if body.return_text else msgspec.UNSET, score=result.scores[index]
+                )
+                for index in order[: body.top_n or None]
+            ]
         shown = body.return_documents is not False
         results = [
             Ranked(
@@ -223,6 +243,17 @@ class Reranking:
             for index in order[: body.top_n or None]
         ]
         return Ranking(id=result.request_id, model=model, usage=usage_of(result.prompt_tokens), results=results)
+
+
+def _documents(body: RerankBody) -> tuple[str, list[str]]:
+    """Return the name of the field with the documents, and their texts. Raises InvalidArgument."""
+    if body.texts is not None:
+        if body.documents is not None:
+            raise InvalidArgument("documents and texts are both set; set only one of them", field="texts")
+        return "texts", body.texts
+    if body.documents is None:
+        raise InvalidArgument("documents is not set", field="documents", reason="MISSING_FIELD")
+    return "documents", [_text(document) for document in body.documents]
 
 
 def _text(document: str | DocumentBody) -> str:
