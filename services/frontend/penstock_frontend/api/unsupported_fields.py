@@ -364,6 +364,7 @@ _CONVERSATION = (
     ),
 )
 _NOT_EMBEDDINGS = POOLING + SCORES + CLASSIFY + RERANK
+_NOT_TEI = EMBEDDINGS + _NOT_EMBEDDINGS
 _VECTORS = EMBEDDINGS + POOLING
 _POOLING = (
     _F(("pooling_params",), "several fields in one object", _MEMBERS, structs=POOLING_ROUTES),
@@ -403,7 +404,16 @@ _POOLING = (
     _F(("embed_dtype",), "a different number format", "encoding_format", EMBEDDINGS, ("float32",)),
     _F(("normalized", "normalize_embeddings"), "normalized embeddings", "normalize", structs=_VECTORS, strict=True),
     _F(("pooling", "pooling_type"), "a different pooling mode", structs=POOLING_ROUTES),
-    _F(("softmax", "activation"), "scores without an activation", "use_activation", POOLING_ROUTES, strict=True),
+    _F(("softmax", "activation"), "scores without an activation", "use_activation", _NOT_TEI, strict=True),
+    _F(
+        ("softmax", "activation", "use_activation"),
+        "scores without an activation",
+        "raw_scores",
+        ("PredictBody",),
+        strict=True,
+    ),
+    _F(("normalized", "normalize_embeddings"), "normalized embeddings", "normalize", ("EmbedBody",), strict=True),
+    _F(("encoding_format",), "a different number format", "/v1/embeddings", ("EmbedBody",), ("float",)),
     _F(("messages",), "a conversation as input", "input", structs=POOLING + CLASSIFY),
     _F(("messages",), "a conversation as input", "queries and documents", structs=SCORES),
     _F(("messages",), "a conversation as input", "query and documents", structs=RERANK),

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock_common.errors import ConfigError, InvalidArgument
+from penstock_common.errors import ConfigError, InvalidArgument, quoted
 from penstock_frontend.config import ModelConfig
 from penstock_frontend.processing.prompts.tokenizer import read_json, resolve
 
@@ -51,13 +51,13 @@ class NamedPrompts:
             if prompt_name not in self.texts:
                 known = f"its prompts are {', '.join(map(repr, self.texts))}" if self.texts else "it has no prompts"
                 raise InvalidArgument(
-                    f"prompt_name is {prompt_name!r}, which the model does not have: {known}", field="prompt_name"
+                    f"prompt_name is {quoted(prompt_name)}, which the model does not have: {known}", field="prompt_name"
                 )
             return self.texts[prompt_name]
         names = _OF_INPUT_TYPE.get(str(input_type).lower())
         if names is None:
             raise InvalidArgument(
-                f"input_type is {input_type!r}; known: {', '.join(_OF_INPUT_TYPE)}", field="input_type"
+                f"input_type is {quoted(input_type)}; known: {', '.join(_OF_INPUT_TYPE)}", field="input_type"
             )
         return next((self.texts[name] for name in names if name in self.texts), "")
 
