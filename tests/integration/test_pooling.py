@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from sentence_transformers.sentence_transformer.modules import Dense
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers import BertConfig, BertLMHeadModel, RoFormerConfig, RoFormerModel
 
 from penstock_common.errors import ConfigError, InvalidArgument
@@ -30,6 +32,7 @@ from tests.fakes.models.pooling_models import (
     WINDOW,
     assert_close,
     pool,
+    save_logit_score,
     save_pooling_model,
     save_sentence_transformer_files,
     tensor,
@@ -211,6 +214,57 @@ def test_a_pair_is_scored_with_the_token_types_of_its_texts(tmp_path: Path) -> N
     results = pool(build_engine(tmp_path), [prompt, PROMPTS[0], prompt], SCORE, {0: start})
     assert_close([results[0], results[2]], [pair.sigmoid(), single.sigmoid()])
     assert (pair - single).abs() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("family", "tokens", "config"),
+    [
+        ("qwen3", {"true_token_id": 7, "false_token_id": 9}, {"tie_word_embeddings": True}),
+        ("llama", {"true_token_id": 7}, {}),
+        ("gemma2", {"true_token_id": 7, "false_token_id": 9}, {"final_logit_softcapping": 0.5}),
+    ],
+)
+def test_a_generative_reranker_scores_with_the_logits_of_its_tokens(
+    family: str, tokens: dict[str, int], config: dict[str, Any], tmp_path: Path
+) -> None:
+    model = save_pooling_model(family, tmp_path, head="ForCausalLM", **config)
+    save_logit_score(tmp_path, **tokens)
+
+    def score(output: Any) -> torch.Tensor:
+        last = output.logits[0, -1]
+        return (last[7] - last[9] if len(tokens) > 1 else last[7])[None].sigmoid()
+
+    expected = each(model, score)
+    for budget in (64, 9):
+        engine = build_engine(tmp_path, scheduler={"max_num_batched_tokens": budget})
+        assert_close(pool(engine, PROMPTS, SCORE), expected)
+        assert_close(pool(engine, PROMPTS, CLASSIFY), expected)
+
+
+def test_yes_and_no_are_the_tokens_of_a_reranker_without_files(tmp_path: Path) -> None:
+    model = save_pooling_model("qwen3", tmp_path, head="ForCausalLM")
+    message = "the model has no classification head, and its tokenizer lacks the tokens 'yes' and 'no'"
+    Tokenizer(WordLevel({"[UNK]": 0, "yes": 7}, unk_token="[UNK]")).save(str(tmp_path / "tokenizer.json"))
+    assert message in refused(tmp_path, task="classify")
+    Tokenizer(WordLevel({"[UNK]": 0, "yes": 7, "no": 9}, unk_token="[UNK]")).save(str(tmp_path / "tokenizer.json"))
+    expected = each(model, lambda output: (output.logits[0, -1, 7] - output.logits[0, -1, 9])[None].sigmoid())
+    assert_close(pool(build_engine(tmp_path, model={"task": "classify"}), PROMPTS, SCORE), expected)
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "tokens", "message"),
+    [
+        ("granite", {"logits_scaling": 8.0}, {"true_token_id": 7}, "its logits_scaling is 8.0; supported: 1"),
+        ("llama", {}, {"true_token_id": VOCAB_SIZE}, f"are not below its vocabulary size, {VOCAB_SIZE}"),
+        ("llama", {}, {"true_token_id": "yes"}, "true_token_id and false_token_id of LogitScore must be ids of tokens"),
+    ],
+)
+def test_other_rerankers_are_refused(
+    family: str, config: dict[str, Any], tokens: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    save_pooling_model(family, tmp_path, head="ForCausalLM", **config)
+    save_logit_score(tmp_path, **tokens)
+    assert message in refused(tmp_path)
 
 
 def test_a_cross_encoder_may_name_its_activation(tmp_path: Path) -> None:

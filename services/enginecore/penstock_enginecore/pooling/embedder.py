@@ -9,6 +9,7 @@ import huggingface_hub
 import torch
 from transformers import (
     AutoModel,
+    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     PretrainedConfig,
@@ -32,6 +33,7 @@ from penstock_enginecore.pooling.config import (
     load_dense,
     read_pooling_config,
 )
+from penstock_enginecore.pooling.token_score import ScoreTokens, TokenScorer, score_tokens, yes_and_no
 
 # Classification heads. The engine applies the modules of transformers to hidden states that are already computed.
 
@@ -49,7 +51,7 @@ class Head:
         score_activation: Activation for scores of text pairs, or None if the model has more than one label.
     """
 
-    classifier: PreTrainedModel
+    classifier: PreTrainedModel | TokenScorer
     per_token: bool
     activation: Activation
     score_activation: Activation | None
@@ -95,6 +97,19 @@ def split_head(model: PreTrainedModel) -> tuple[PreTrainedModel, Head]:
         score_activation=_score_activation(model.config) if not per_token and model.config.num_labels == 1 else None,
     )
     return backbone, head
+
+
+def split_scorer(generates: PreTrainedModel, tokens: ScoreTokens) -> tuple[PreTrainedModel, Head]:
+    """Split a generative model into the base model, which computes hidden states, and a head that scores the last token.
+    Raises ModelLoadError if the scores cannot be computed this way.
+    """
+    head = Head(
+        classifier=TokenScorer(generates, tokens, _Computed(None)),
+        per_token=False,
+        activation="sigmoid",
+        score_activation=_score_activation(generates.config),
+    )
+    return cast("PreTrainedModel", generates.base_model), head
 
 
 def _activation(config: PretrainedConfig) -> Activation:
@@ -210,7 +225,7 @@ def resolve_task(config: ModelConfig) -> ResolvedTask:
     if config.task != "auto":
         return config.task
     hf_config = loader.read_config(config)
-    if _classifier(hf_config) is not None:
+    if _classifier(hf_config) is not None or score_tokens(_directory(config)) is not None:
         return "classify"
     if is_encoder(hf_config) or _is_bare(hf_config) or is_sentence_transformer(_directory(config)):
         return "embed"
@@ -242,6 +257,10 @@ def load_pooling_model(
         generates = loader.load_model(config, device, progress, split=split, widen=widen, with_towers=with_towers)
         return _without_head(generates, config, device)
     auto_class = AutoModel if task == "embed" else _classifier(hf_config)
+    tokens = None
+    if auto_class is None and _is_causal(hf_config):
+        auto_class = AutoModelForCausalLM
+        tokens = score_tokens(_directory(config)) or yes_and_no(_directory(config))
     if auto_class is None:
         raise ModelLoadError(
             f"model.task is 'classify' but {_named(hf_config)} has no classification head; serve a checkpoint whose class "
@@ -249,7 +268,10 @@ def load_pooling_model(
         )
     model_class = _model_class(auto_class, hf_config)
     _check(hf_config, model_class)
-    pooling = read_pooling_config(_directory(config), is_encoder=is_encoder(hf_config))
+    if tokens is None:
+        pooling = read_pooling_config(_directory(config), is_encoder=is_encoder(hf_config))
+    else:
+        pooling = PoolingConfig(mode="lasttoken")
     dtypes = resolve_dtypes(config.dtype, hf_config, device, widen=widen)
     progress(f"loading {model_class.__name__} from {config.path} as {dtypes.name}")
     attention_hook.register()
@@ -259,10 +281,16 @@ def load_pooling_model(
     loaded: Any = loader.load_weights(config, dtypes, first, progress, auto_class, optional, pools=True)
     replace_relative_attention(loaded)
     prepare_two_way(loaded)
+    # The rows of the output head are copied before ranks split the embeddings, which may be the same weights.
+    module, head = (None, None) if tokens is None else split_scorer(loaded, tokens)
     if split is not None:
         split(loaded if task == "embed" else loaded.base_model)
-    place(loaded, config.path, device)
-    module, head = (loaded, None) if task == "embed" else split_head(loaded)
+    if module is None:
+        place(loaded, config.path, device)
+        module, head = (loaded, None) if task == "embed" else split_head(loaded)
+    elif head is not None:
+        place(module, config.path, device)
+        place(head.classifier, config.path, device)
     max_len = _max_len(hf_config, config, pooling if head is None else None)
     if not is_encoder(hf_config):
         loader.prepare_decoder(module, config.max_model_len or max_len, device)
@@ -300,6 +328,11 @@ def _without_head(model: loader.LoadedModel, config: ModelConfig, device: torch.
 def _classifier(hf_config: PretrainedConfig) -> Any:
     names = hf_config.architectures or ()
     return next((auto for suffix, auto in _CLASSIFIERS.items() if any(n.endswith(suffix) for n in names)), None)
+
+
+def _is_causal(hf_config: PretrainedConfig) -> bool:
+    """Return whether the checkpoint contains a model that generates."""
+    return any(name.endswith("ForCausalLM") for name in hf_config.architectures or ())
 
 
 def _is_bare(hf_config: PretrainedConfig) -> bool:

@@ -15,6 +15,7 @@ from penstock_frontend.calls.chat import ChatCalls
 from penstock_frontend.calls.generate import AsyncLLM
 from penstock_frontend.calls.live_request import RequestObserver
 from penstock_frontend.calls.pooling import PoolingCalls
+from penstock_frontend.calls.scoring import ScoringCalls
 from penstock_frontend.config import (
     DisaggregationConfig,
     FairnessConfig,
@@ -27,6 +28,7 @@ from penstock_frontend.dispatch.adapters import Adapters
 from penstock_frontend.dispatch.kv_gateway import KvGateway
 from penstock_frontend.interfaces import EngineClient, OutputHandler
 from penstock_frontend.metrics import FrontendMetrics, MediaMetrics
+from penstock_frontend.processing.chat.pair_prompts import PairPrompts, load_pair_options
 from penstock_frontend.processing.chat.rendering import ChatRenderer, find_control_tokens
 from penstock_frontend.processing.chat.template_process import TemplateProcess
 from penstock_frontend.processing.chat.templates import ChatTemplates, given_template, load_chat_templates
@@ -69,6 +71,7 @@ class Assembly(NamedTuple, Generic[E]):
     settings: LiveSettings
     labels: list[str]
     """Names of the classes of a classification model, in the order of the class indices."""
+    scoring: ScoringCalls
     media: MediaService | None
     """Service that processes media. The caller must close it after the last request. None for a text-only model."""
     warnings: WarningLog
@@ -135,7 +138,7 @@ def assemble(
     pooled = PooledOutputs(lambda state, engine: metrics.engine(engine).pooled(state.started, state.num_prompt))
     client = engines(SplitOutputs(outputs, pooled), metrics)
     adapter_calls = AdapterCalls(adapters, config.lora, client)
-    limits = settings.limits
+    limits, prompts = settings.limits, load_prompts(model)
     answers = BytesInFlight(
         lambda: limits.now.max_answer_bytes_in_flight, "limits.max_answer_bytes_in_flight", what="answers"
     )
@@ -148,7 +151,7 @@ def assemble(
         fairness=settings.fairness,
         observer=RequestObserver(metrics, settings.log, tracer),
         pooling=PoolingCalls(
-            inputs=PoolingInputs(tokenizer, inputs, limits, load_prompts(model)),
+            inputs=PoolingInputs(tokenizer, inputs, limits, prompts),
             outputs=pooled,
             engines=client,
             adapters=adapter_calls,
@@ -169,6 +172,7 @@ def assemble(
         control=find_control_tokens(tokenizer, files.templates) if as_text else None,
         own_templates=TemplateProcess() if model.request_chat_templates else None,
     )
+    options = load_pair_options(model)
     return Assembly(
         tokenizer=tokenizer,
         generation_config=files.generation_config,
@@ -178,6 +182,7 @@ def assemble(
         chat=ChatCalls(llm, renderer, parsers, tokenizer),
         settings=settings,
         labels=load_labels(model),
+        scoring=ScoringCalls(llm, None if options is None else PairPrompts(renderer, prompts.default_text, options)),
         media=service,
         warnings=WarningLog(metrics.registry),
     )

@@ -178,7 +178,9 @@ class Servers:
             certificates=self._certificates,
         )
         llm, limits = assembly.llm, assembly.settings.limits
-        own = inference.InferenceServicer(llm, assembly.chat, config, limits, assembly.labels, assembly.warnings)
+        own = inference.InferenceServicer(
+            llm, assembly.chat, config, limits, assembly.labels, assembly.scoring, assembly.warnings
+        )
         inference.add_to_server(own, public.server)
         card = load_model_card(config.model, assembly.generation_config)
         vllm = vllm_engine.VllmEngineServicer(
@@ -220,7 +222,7 @@ class Servers:
         bodies = Bodies(config.http, assembly.metrics.registry, assembly.warnings)
         limits = assembly.settings.limits
         return [
-            *openai.routes(llm, chat, config, limits, assembly.labels, gate=gate, bodies=bodies),
+            *openai.routes(llm, chat, config, limits, assembly.labels, assembly.scoring, gate=gate, bodies=bodies),
             *anthropic.routes(llm, chat, gate=gate, bodies=bodies),
         ]
 

@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 
-from penstock_common.errors import InvalidArgument
+import msgspec
+
+from penstock_common.errors import InvalidArgument, Unimplemented
 from penstock_common.rpc import outputs as parts
 from penstock_common.types.request import PoolingParams, PoolingTask
 from penstock_frontend.call_types import PoolingRequest, PoolingResult, Prompt, ScoreRequest, ScoreResult
 from penstock_frontend.calls.generate import AsyncLLM
 from penstock_frontend.loop_yield import NUMBERS_PER_TURN, Pace
+from penstock_frontend.processing.chat.pair_prompts import PairPrompts
 from penstock_frontend.processing.outputs.pooling import vectors_of
 from penstock_frontend.processing.prompts.pooling import check_scores
 
@@ -15,8 +18,10 @@ from penstock_frontend.processing.prompts.pooling import check_scores
 class ScoringCalls:
     """Runs a ScoreRequest as a pooling request on engines, and computes the scores from the results."""
 
-    def __init__(self, llm: AsyncLLM) -> None:
+    def __init__(self, llm: AsyncLLM, pairs: PairPrompts | None = None) -> None:
+        """Create the component. ``pairs`` renders the prompts of a model that generates, or is None for other models."""
         self._llm = llm
+        self._prompts = pairs
         self._pace = Pace(NUMBERS_PER_TURN)
 
     async def run(self, request: ScoreRequest) -> ScoreResult:
@@ -27,7 +32,8 @@ class ScoringCalls:
         """
         self._llm.inputs.check_model(request.context.model, request.context.lora)
         if await self._llm.reads_pairs(request.context):
-            result, request_id = await self._llm.run_pooling(_pairs(request))
+            pairs = _pairs(request)
+            result, request_id = await self._llm.run_pooling(await self._rendered(pairs) if self._prompts else pairs)
             scores = [parts.floats(vectors_of(output))[0] for output in result.outputs]
         else:
             check_scores(self._llm.engines.view.capabilities)
@@ -40,6 +46,19 @@ class ScoringCalls:
             result, request_id = await self._llm.run_pooling(_similarity(request))
             scores = await self._cosines(result, len(request.queries))
         return ScoreResult(request_id=request_id, scores=scores, prompt_tokens=result.prompt_tokens)
+
+    async def _rendered(self, pairs: PoolingRequest) -> PoolingRequest:
+        """Return the request with one prompt for each pair. Raises InvalidArgument, and Unimplemented for truncation,
+        because the end of a prompt asks for the score.
+        """
+        if pairs.truncate_prompt_tokens is not None or pairs.truncation in ("start", "end"):
+            raise Unimplemented(
+                "pairs of texts cannot be truncated for a model that generates scores; send shorter texts",
+                field="truncate_prompt_tokens",
+            )
+        texts = [(str(first), second) for first, second in zip(pairs.inputs, pairs.seconds, strict=True)]
+        prompts = await self._prompts.render(texts) if self._prompts else []
+        return msgspec.structs.replace(pairs, inputs=prompts, seconds=(), truncation="none", add_special_tokens=False)
 
     async def _cosines(self, result: PoolingResult, num_queries: int) -> list[float]:
         """Return, for each document, the cosine of the document's embedding and of its query's embedding.

@@ -232,6 +232,7 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
         config: FrontendConfig,
         limits: Reread[LimitsConfig],
         labels: Sequence[str],
+        scoring: ScoringCalls,
         warnings: WarningLog,
     ) -> None:
         self._llm = llm
@@ -240,7 +241,7 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
         self._labels = labels
         self._model = config.model
         self._limits = limits
-        self._scoring = ScoringCalls(llm)
+        self._scoring = scoring
         self._max_response_bytes = config.server.max_message_bytes
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:

@@ -40,6 +40,7 @@ def routes(
     config: FrontendConfig,
     limits: Reread[LimitsConfig],
     labels: Sequence[str],
+    scoring: ScoringCalls,
     *,
     gate: Gate,
     bodies: Bodies,
@@ -49,7 +50,6 @@ def routes(
     ``labels`` are the names of the model's classes, in the order of the class indices. All calls of the listener share
     ``gate`` and ``bodies``.
     """
-    scoring = ScoringCalls(llm)
     models, tokenization = Models(llm, config.model), Tokenization(llm, chat)
     scores, reranking = Scores(llm, scoring), Reranking(llm, scoring)
     store = ResponseStore(config.http.responses)

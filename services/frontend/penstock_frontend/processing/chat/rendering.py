@@ -231,6 +231,38 @@ class ChatRenderer:
             context=request.context,
         )
 
+    async def render_texts(
+        self, conversations: Sequence[Sequence[tuple[str, str]]], options: Mapping[str, Any]
+    ) -> list[str]:
+        """Return the prompts of conversations whose messages are pairs of a role and a text. Roles are not checked.
+
+        ``options`` are additional variables for the template. Raises InvalidArgument if the template refuses a
+        conversation.
+        """
+        return await self._tokenizer.in_thread(self._of_texts, conversations, options)
+
+    def _of_texts(self, conversations: Sequence[Sequence[tuple[str, str]]], options: Mapping[str, Any]) -> list[str]:
+        form = self.templates.content_format(with_tools=False)
+        reader = MessageReader(form, None, by_parts=self._multimodal)
+        prompts = []
+        for said in conversations:
+            variables: dict[str, Any] = {
+                "tools": None,
+                "documents": None,
+                "add_generation_prompt": False,
+                **options,
+                "messages": [{"role": role, "content": reader.text_content(text)} for role, text in said],
+            }
+            control_mark = ""
+            if self._control is not None:
+                variables, control_mark = self._control.guarded(variables)
+            prompt = self.templates.render(variables, max_chars=self._limits.now.max_prompt_length)
+            finished = self._finished(_Prepared(variables, form, None, "", control_mark), prompt)
+            if not isinstance(finished, str):
+                raise RuntimeError("a conversation without media was rendered with media")
+            prompts.append(finished)
+        return prompts
+
     async def close(self) -> None:
         """End the process that renders the chat templates that requests contain. Idempotent."""
         if self._own_templates is not None:
