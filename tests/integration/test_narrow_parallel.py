@@ -60,9 +60,10 @@ def test_workers_that_share_a_bfloat16_checkpoint_give_the_tokens_of_float32(
     engine = build_engine(tmp_path, cache=CACHE, executor=executor)
     infos = engine.executor.collective_rpc("worker_info")
     assert all(part in info["computing"] and info["dtype"] == "float32" for info in infos)
-    assert max(info["weight_bytes"] for info in infos) < (1.7 if architecture == "gemma3n" else 1.6) * sum(
-        p.numel() for p in model.parameters()
-    )
+    # Gemma 3n has small matrices, which packed weights pad to tiles. Tiles for AMX are largest.
+    padded = 2.0 if "amx" in runnable() else 1.7
+    num_parameters = sum(p.numel() for p in model.parameters())
+    assert max(info["weight_bytes"] for info in infos) < (padded if architecture == "gemma3n" else 1.6) * num_parameters
     assert greedy(engine) == expected
     engine.shutdown()
 

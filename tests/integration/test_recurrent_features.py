@@ -353,7 +353,7 @@ def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     folder = tmp_path_factory.mktemp(request.param)
     # "all-linear" would select experts of kimi_linear, and dt_proj of jamba, which are refused.
     modules = sorted(UPDATED[request.param]) if request.param in ("jamba", "kimi_linear") else None
-    return AdaptedModel(request.param, folder, modules, initializer_range=0.1)
+    return AdaptedModel(request.param, folder, modules, initializer_range=0.08)
 
 
 @pytest.mark.parametrize(
