@@ -34,7 +34,7 @@ class TorchKernels:
     products go row by row.
     """
 
-    def __init__(self, *, batch_invariant: bool = False) -> None:
+    def __init__(self, *, batch_invariant: bool = False, dependent_launch: bool = False) -> None:
         self.batch_invariant = batch_invariant
         self.rounds_activations = False
 
