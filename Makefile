@@ -137,7 +137,7 @@ matrix: setup ## Run every engine failure at every step; writes docs/reference/f
 
 .PHONY: recurrent-matrix
 recurrent-matrix: setup ## Compare every model with recurrent layers with transformers, with all parameters (an hour)
-	@PENSTOCK_RECURRENT=full $(PYTEST) tests/unit/enginecore/states tests/integration/test_recurrent_parity.py tests/integration/test_recurrent_resumption.py tests/integration/test_recurrent_triton.py -n $(JOBS_WAITING) -q
+	@PENSTOCK_RECURRENT=full $(PYTEST) tests/unit/enginecore/states tests/integration/test_recurrent_parity.py tests/integration/test_recurrent_resumption.py tests/integration/test_recurrent_triton.py tests/e2e/test_recurrent_kills.py -n $(JOBS_WAITING) -q
 
 .PHONY: worker-failures
 worker-failures: setup ## Kill and stop workers and nodes at every point, idle and under 64 streams (40 minutes)
