@@ -136,8 +136,8 @@ matrix: setup ## Run every engine failure at every step; writes docs/reference/f
 		status=$$?; cat docs/reference/failure-matrix.md; exit $$status
 
 .PHONY: recurrent-matrix
-recurrent-matrix: setup ## Compare every model with recurrent layers with transformers, with all parameters (an hour)
-	@PENSTOCK_RECURRENT=full $(PYTEST) tests/unit/enginecore/states tests/integration/test_recurrent_parity.py tests/integration/test_recurrent_resumption.py tests/integration/test_recurrent_triton.py tests/e2e/test_recurrent_kills.py -n $(JOBS_WAITING) -q
+recurrent-matrix: setup ## Run the tests of recurrent layers with every model and all parameters (two hours)
+	@PENSTOCK_RECURRENT=full $(PYTEST) tests/unit/enginecore/states tests/integration/test_recurrent_*.py tests/e2e/test_recurrent_kills.py -n $(JOBS_WAITING) -q
 
 .PHONY: worker-failures
 worker-failures: setup ## Kill and stop workers and nodes at every point, idle and under 64 streams (40 minutes)

@@ -21,7 +21,7 @@ from penstock_enginecore.native.states import NativeStates
 from tests.fakes.engines.in_process import answer, generate
 from tests.fakes.engines.worker_threads import use_threads
 from tests.fakes.models.adapters import save_adapter
-from tests.fakes.models.quick_architectures import QUICK_RECURRENT, RECURRENT_KINDS
+from tests.fakes.models.quick_architectures import RECURRENT_CASES, RECURRENT_KINDS
 from tests.fakes.models.tiny_models import save_narrow_model, save_tiny_model
 from tests.fakes.models.transformers_greedy import greedy_tokens
 from tests.integration.test_recurrent_parity import (
@@ -38,7 +38,7 @@ from tests.integration.test_recurrent_parity import (
 pytestmark = pytest.mark.usefixtures("warm_processes")
 
 
-@pytest.fixture(scope="module", params=QUICK_RECURRENT)
+@pytest.fixture(scope="module", params=RECURRENT_CASES)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     torch.set_num_threads(1)
     path = tmp_path_factory.mktemp(request.param)

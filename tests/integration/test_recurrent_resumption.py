@@ -13,7 +13,7 @@ from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.engine_core import EngineCore
 from tests.fakes.engines.in_process import CLIENT, Run, answer, build_engine
-from tests.fakes.models.quick_architectures import QUICK_RECURRENT, skip_most_of_others
+from tests.fakes.models.quick_architectures import RECURRENT_CASES
 from tests.fakes.models.tiny_models import VOCAB_SIZE, save_tiny_model
 
 CUTS = 48
@@ -34,12 +34,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 Build = Callable[..., EngineCore]
 
 
-@pytest.fixture(autouse=True)
-def some_parameters(request: pytest.FixtureRequest) -> None:
-    skip_most_of_others(request, "build")
-
-
-@pytest.fixture(scope="module", params=QUICK_RECURRENT)
+@pytest.fixture(scope="module", params=RECURRENT_CASES)
 def build(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Build]:
     torch.set_num_threads(1)
     path = tmp_path_factory.mktemp(request.param)

@@ -27,7 +27,7 @@ from penstock_enginecore.states.core.spec import SPAN
 from tests.fakes.engines.in_process import CLIENT, answer, build_engine, generate
 from tests.fakes.engines.poisoned_states import PoisonedStates
 from tests.fakes.engines.worker_threads import use_threads
-from tests.fakes.models.quick_architectures import QUICK_EVICTED_RECURRENT
+from tests.fakes.models.quick_architectures import EVICTED_RECURRENT
 from tests.fakes.models.tiny_models import VOCAB_SIZE, WITHOUT_ATTENTION, save_narrow_model, save_tiny_model
 from tests.fakes.patience import PATIENCE
 from tests.integration.test_kv_tiers import wait_for_host_memory
@@ -54,7 +54,7 @@ def model_of(architecture: str, path: Path) -> Model:
     return Model(architecture, path, [some_tokens(count, seed) for seed, count in enumerate(PROMPTS)])
 
 
-@pytest.fixture(scope="module", params=QUICK_EVICTED_RECURRENT)
+@pytest.fixture(scope="module", params=EVICTED_RECURRENT)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     return model_of(request.param, tmp_path_factory.mktemp(request.param))
 

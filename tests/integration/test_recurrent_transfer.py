@@ -22,7 +22,7 @@ from tests.fakes.engines.in_process import CLIENT
 from tests.fakes.engines.poisoned_states import PoisonedStates
 from tests.fakes.engines.transferring_engine import TransferringEngine
 from tests.fakes.engines.worker_threads import use_threads
-from tests.fakes.models.quick_architectures import QUICK_RECURRENT
+from tests.fakes.models.quick_architectures import RECURRENT_CASES
 from tests.fakes.models.tiny_models import VOCAB_SIZE, WITHOUT_ATTENTION, save_tiny_model
 
 LENGTH = 70
@@ -53,7 +53,7 @@ class Case:
         return TransferringEngine(self.path, name, ends, cache=cache | sections.pop("cache", {}), **sections)
 
 
-@pytest.fixture(scope="module", params=QUICK_RECURRENT)
+@pytest.fixture(scope="module", params=RECURRENT_CASES)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     return Case(request.param, tmp_path_factory.mktemp(request.param))
 

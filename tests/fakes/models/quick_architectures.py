@@ -48,8 +48,17 @@ def _quick(names: tuple[str, ...]) -> tuple[Any, ...]:
 
 QUICK_RECURRENT = _quick(RECURRENT_ARCHITECTURES)
 """All architectures with recurrent layers. One of each kind runs in ``make test``, the others in ``make test-slow``."""
-QUICK_EVICTED_RECURRENT = _quick(
-    tuple(name for name in RECURRENT_ARCHITECTURES if name not in ("falcon_mamba", "mamba"))
+_FULL = os.environ.get("PENSTOCK_RECURRENT") == "full"
+RECURRENT_CASES = QUICK_RECURRENT if _FULL else RECURRENT_KINDS
+"""Architectures for tests in which layers of one kind do the same: one of each kind, or all of them with
+``PENSTOCK_RECURRENT=full``.
+"""
+EVICTED_RECURRENT = _quick(
+    tuple(
+        name
+        for name in (RECURRENT_ARCHITECTURES if _FULL else RECURRENT_KINDS)
+        if name not in ("falcon_mamba", "mamba")
+    )
 )
 """Those whose states can be evicted in small tests. The rows of the others need so much memory that all states fit."""
 
@@ -61,7 +70,7 @@ def skip_most_of_others(request: pytest.FixtureRequest, fixture: str) -> None:
     callspec = getattr(request.node, "callspec", None)
     values = {} if callspec is None else dict(callspec.params)
     architecture = values.pop(fixture, None)
-    if not values or architecture in RECURRENT_KINDS or os.environ.get("PENSTOCK_RECURRENT") == "full":
+    if not values or architecture in RECURRENT_KINDS or _FULL:
         return
     if zlib.crc32(f"{architecture} {sorted(values.items())}".encode()) % 5:
         pytest.skip("PENSTOCK_RECURRENT=full runs all parameters of each architecture")
