@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 
 _QUICK = "QUICK_TESTS"
 """Environment variable that leaves out slow tests if it is set."""
+
+_UNTIL = "SLOW_TESTS_UNTIL"
+"""Environment variable with the time, in seconds since the Unix epoch, after which no slow test begins."""
 
 _MAY_BE_SLOW = re.compile("slow|each_value|quick", re.IGNORECASE)
 """Pattern that occurs in the source of every test file with slow tests or slow cases."""
@@ -64,9 +68,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip slow tests in quick runs, before their fixtures are created."""
-    if os.environ.get(_QUICK) and item.get_closest_marker("slow"):
+    """Skip slow tests in quick runs and after CI's time, before their fixtures are created."""
+    if not item.get_closest_marker("slow"):
+        return
+    if os.environ.get(_QUICK):
         pytest.skip("slow (make test-slow)")
+    if time.time() > float(os.environ.get(_UNTIL, "inf")):
+        pytest.skip("CI has no time left for more slow tests (make test-slow)")
 
 
 @pytest.hookimpl(optionalhook=True)
