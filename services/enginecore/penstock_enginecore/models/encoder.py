@@ -65,8 +65,9 @@ _TWO_WAY = frozenset({"gemma", "gemma3_text", "llama", "mistral", "qwen2", "qwen
 _STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
 """Kinds of rotary scaling whose frequencies do not depend on the length of the prompt."""
 
-_HARMLESS_EXTRAS = frozenset(
+_KNOWN_EXTRAS = frozenset(
     {
+        BIAS_ARGUMENT,
         "deterministic",
         "is_causal",
         "output_attentions",
@@ -194,8 +195,7 @@ def _unsupported_call(call: AttentionCall, config: PretrainedConfig) -> str | No
         return "attention has a soft cap or sinks, which are not supported"
     if call.params.sliding_window is not None and getattr(config, "is_causal", True) is False:
         return "attention has a sliding window, which is not defined without a causal mask"
-    known = _HARMLESS_EXTRAS | {BIAS_ARGUMENT}
-    unknown = [k for k, v in call.extra.items() if v is not None and v is not False and k not in known]
+    unknown = [k for k, v in call.extra.items() if v is not None and v is not False and k not in _KNOWN_EXTRAS]
     return f"attention is called with the argument '{unknown[0]}', which is not supported" if unknown else None
 
 

@@ -33,7 +33,9 @@ class ScoringCalls:
         self._llm.inputs.check_model(request.context.model, request.context.lora)
         if await self._llm.reads_pairs(request.context):
             pairs = _pairs(request)
-            result, request_id = await self._llm.run_pooling(await self._rendered(pairs) if self._prompts else pairs)
+            if self._prompts is not None:
+                pairs = await _rendered(pairs, self._prompts)
+            result, request_id = await self._llm.run_pooling(pairs)
             scores = [parts.floats(vectors_of(output))[0] for output in result.outputs]
         else:
             check_scores(self._llm.engines.view.capabilities)
@@ -46,19 +48,6 @@ class ScoringCalls:
             result, request_id = await self._llm.run_pooling(_similarity(request))
             scores = await self._cosines(result, len(request.queries))
         return ScoreResult(request_id=request_id, scores=scores, prompt_tokens=result.prompt_tokens)
-
-    async def _rendered(self, pairs: PoolingRequest) -> PoolingRequest:
-        """Return the request with one prompt for each pair. Raises InvalidArgument, and Unimplemented for truncation,
-        because the end of a prompt asks for the score.
-        """
-        if pairs.truncate_prompt_tokens is not None or pairs.truncation in ("start", "end"):
-            raise Unimplemented(
-                "pairs of texts cannot be truncated for a model that generates scores; send shorter texts",
-                field="truncate_prompt_tokens",
-            )
-        texts = [(str(first), second) for first, second in zip(pairs.inputs, pairs.seconds, strict=True)]
-        prompts = await self._prompts.render(texts) if self._prompts else []
-        return msgspec.structs.replace(pairs, inputs=prompts, seconds=(), truncation="none", add_special_tokens=False)
 
     async def _cosines(self, result: PoolingResult, num_queries: int) -> list[float]:
         """Return, for each document, the cosine of the document's embedding and of its query's embedding.
@@ -88,6 +77,21 @@ def _pairs(request: ScoreRequest) -> PoolingRequest:
         truncate_prompt_tokens=request.truncate_prompt_tokens,
         truncation=request.truncation,
         context=request.context,
+    )
+
+
+async def _rendered(pairs: PoolingRequest, prompts: PairPrompts) -> PoolingRequest:
+    """Return the request with one prompt for each pair. Raises InvalidArgument, and Unimplemented for truncation, because
+    the end of a prompt asks for the score.
+    """
+    if pairs.truncate_prompt_tokens is not None or pairs.truncation in ("start", "end"):
+        raise Unimplemented(
+            "pairs of texts cannot be truncated for a model that generates scores; send shorter texts",
+            field="truncate_prompt_tokens",
+        )
+    texts = [(str(first), second) for first, second in zip(pairs.inputs, pairs.seconds, strict=True)]
+    return msgspec.structs.replace(
+        pairs, inputs=await prompts.render(texts), seconds=(), truncation="none", add_special_tokens=False
     )
 
 
