@@ -9,10 +9,11 @@ import msgspec
 from penstock_common.errors import InvalidArgument, RequestFailed
 from penstock_common.rpc.outputs import floats
 from penstock_common.types.outputs import EngineCoreOutput
-from penstock_common.types.request import Vectors
+from penstock_common.types.request import PoolingParams, Vectors
+from penstock_frontend.api.http.endpoint import Call
 from penstock_frontend.api.http.request_body import Body
 from penstock_frontend.api.openai.body_fields import check_range, shown
-from penstock_frontend.api.openai.context import ContextFields
+from penstock_frontend.api.openai.context import ContextFields, context_of
 from penstock_frontend.api.openai.errors import renamed
 from penstock_frontend.api.openai.generation import Given, split
 from penstock_frontend.api.openai.sampling_fields import TokenId
@@ -161,6 +162,36 @@ def inputs_of(given: Input, *, field: str = "input") -> tuple[Sequence[Given], S
 def usage_of(prompt_tokens: int) -> PoolingUsage:
     """Return the token counts of a result, in the form of the answer."""
     return PoolingUsage(prompt_tokens=prompt_tokens, total_tokens=prompt_tokens)
+
+
+def request_of(
+    llm: AsyncLLM,
+    call: Call,
+    prefix: str,
+    body: TruncationFields,
+    given: Input,
+    params: PoolingParams,
+    *,
+    field: str = "input",
+) -> tuple[str, PoolingRequest]:
+    """Return the name of the model or adapter that a body selects, and the request for its inputs ``given``.
+
+    ``prefix`` is the prefix of the answer's id. ``field`` is the name of the inputs in the body. Raises RequestFailed if
+    a field is not valid.
+    """
+    truncation = truncation_of(body)
+    context = context_of(call, prefix, body)
+    model = llm.inputs.check_model(context.model, context.lora)
+    inputs, fields = inputs_of(given, field=field)
+    llm.pooling.inputs.check_count(len(inputs), field=field)
+    return model, PoolingRequest(
+        inputs=inputs,
+        fields=fields,
+        params=params,
+        context=context,
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
+        truncation=truncation,
+    )
 
 
 async def pooled(llm: AsyncLLM, request: PoolingRequest, given: Body) -> tuple[PoolingResult, str]:

@@ -22,6 +22,7 @@ from penstock_frontend.api.openai.pooling.fields import (
     inputs_of,
     normalize_of,
     pooled,
+    request_of,
     rows_of,
     truncation_of,
     usage_of,
@@ -183,20 +184,8 @@ class Classifications:
     async def __call__(self, call: Call, given: Body) -> Answer:
         """Compute the classes of the inputs. Raises RequestFailed if the request is refused or fails."""
         body = await given.decode(ClassificationBody)
-        truncation = truncation_of(body)
-        context = context_of(call, "classify", body)
-        model = self._llm.inputs.check_model(context.model, context.lora)
-        inputs, fields = inputs_of(body.input)
-        self._llm.pooling.inputs.check_count(len(inputs), field="input")
         params = PoolingParams(task=PoolingTask.CLASSIFY, use_activation=body.use_activation is not False)
-        request = PoolingRequest(
-            inputs=inputs,
-            fields=fields,
-            params=params,
-            context=context,
-            truncate_prompt_tokens=body.truncate_prompt_tokens,
-            truncation=truncation,
-        )
+        model, request = request_of(self._llm, call, "classify", body, body.input, params)
         result, request_id = await pooled(self._llm, request, given)
         return ClassificationList(
             id=request_id,

@@ -18,8 +18,8 @@ from penstock_frontend.api.openai.pooling.fields import (
     Input,
     PromptFields,
     TruncationFields,
-    inputs_of,
     pooled,
+    request_of,
     rows_of,
     truncation_of,
     written,
@@ -86,20 +86,9 @@ async def _vectors(
     params: PoolingParams,
     numbers: Callable[[Vectors], Any],
 ) -> list[Any]:
-    truncation = truncation_of(body)
-    context = context_of(call, "embd", body)
-    llm.inputs.check_model(context.model, context.lora)
-    inputs, fields = inputs_of(body.inputs, field="inputs")
-    llm.pooling.inputs.check_count(len(inputs), field="inputs")
-    request = PoolingRequest(
-        inputs=inputs,
-        fields=fields,
-        params=params,
-        context=context,
-        truncate_prompt_tokens=body.truncate_prompt_tokens,
-        truncation=truncation,
-        prompt=llm.pooling.inputs.prompts.text(body.prompt_name, body.input_type),
-    )
+    _, request = request_of(llm, call, "embd", body, body.inputs, params, field="inputs")
+    prompt = llm.pooling.inputs.prompts.text(body.prompt_name, body.input_type)
+    request = msgspec.structs.replace(request, prompt=prompt)
     result, _ = await pooled(llm, request, given)
     return list(await written(result.outputs, pace, numbers, lambda _, vectors: vectors))
 
