@@ -106,7 +106,7 @@ def test_sentence_transformers_files_say_how_to_pool(mode: str, rows: slice, tmp
     assert_close(pool(build_engine(tmp_path), PROMPTS, EMBED), expected)
 
 
-@pytest.mark.parametrize("mode", ["cls", "lasttoken", "mean"])
+@pytest.mark.parametrize("mode", ["cls", "lasttoken", "max", "mean", "weightedmean"])
 def test_a_prompt_in_chunks_is_pooled_like_a_whole_one(mode: str, tmp_path: Path) -> None:
     save_pooling_model("llama", tmp_path)
     save_sentence_transformer_files(tmp_path, mode=mode)
@@ -451,7 +451,11 @@ def test_classifying_without_a_head_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("mode", "modules", "message"),
     [
-        ("max", [], "sets the pooling mode max; set exactly one of the supported modes cls, mean, lasttoken"),
+        (
+            "min",
+            [],
+            "sets the pooling mode min; supported: cls, max, mean, mean_sqrt_len_tokens, weightedmean, lasttoken",
+        ),
         ("mean", ["LSTM"], "a module of type 'sentence_transformers.models.LSTM'"),
         ("mean", ["Normalize", "Dense"], "after Pooling, only Dense and a last Normalize"),
     ],
@@ -462,12 +466,25 @@ def test_other_ways_to_pool_are_refused_by_name(mode: str, modules: list[str], m
     assert message in refused(tmp_path)
 
 
-def test_several_older_pooling_modes_at_once_are_refused(tmp_path: Path) -> None:
+def test_the_results_of_several_older_pooling_modes_are_joined(tmp_path: Path) -> None:
+    model = save_pooling_model("bert", tmp_path)
+    save_sentence_transformer_files(tmp_path, mode="mean")
+    flags = {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True}
+    write_json(tmp_path / "1_Pooling/config.json", flags)
+    engine = build_engine(tmp_path)
+    expected = each(model, lambda output: torch.cat([hidden(output)[0], hidden(output).mean(dim=0)]))
+    assert_close(pool(engine, PROMPTS, EMBED), expected)
+    with pytest.raises(InvalidArgument, match="this engine supports embed"):
+        pool(engine, PROMPTS, PoolingParams(task=PoolingTask.TOKEN_EMBED))
+
+
+def test_pooling_without_the_tokens_of_a_prompt_is_refused(tmp_path: Path) -> None:
     save_pooling_model("bert", tmp_path)
     save_sentence_transformer_files(tmp_path, mode="mean")
-    flags = {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}
-    write_json(tmp_path / "1_Pooling/config.json", flags)
-    assert "sets the pooling mode cls + mean" in refused(tmp_path)
+    write_json(tmp_path / "1_Pooling/config.json", {"pooling_mode": "mean", "include_prompt": False})
+    build_engine(tmp_path)
+    write_json(tmp_path / "config_sentence_transformers.json", {"prompts": {"query": "q: "}})
+    assert "sets include_prompt to false, but pooling without the tokens of a prompt" in refused(tmp_path)
 
 
 def test_texts_that_would_have_to_be_lowercased_are_refused(tmp_path: Path) -> None:

@@ -26,12 +26,14 @@ class EncoderFamily:
 
     Attributes:
         offset_positions: Whether position ids begin after the id of the padding token.
+        padding_id: Id of the padding token for this purpose, or None for the id in the configuration.
         token_types: Whether tokens have a type that tells the first text of a pair from the second.
         relative: Whether attention scores have a bias that depends on the distance between tokens. See
             ``relative_attention``.
     """
 
     offset_positions: bool = False
+    padding_id: int | None = None
     token_types: bool = False
     relative: bool = False
 
@@ -54,7 +56,7 @@ FAMILIES: dict[str, EncoderFamily] = {
     "distilbert": EncoderFamily(),
     "eurobert": EncoderFamily(),
     "modernbert": EncoderFamily(),
-    "mpnet": EncoderFamily(offset_positions=True, relative=True),
+    "mpnet": EncoderFamily(offset_positions=True, padding_id=1, relative=True),
 }
 """Input formats of supported encoders, by model type. Other models may number positions or distinguish two texts
 differently, and wrong results would not be noticed.
@@ -119,7 +121,7 @@ def position_offset(config: PretrainedConfig) -> int:
     family = encoder_family(config)
     if family is None or not family.offset_positions:
         return 0
-    return int(config.pad_token_id) + 1
+    return int(config.pad_token_id if family.padding_id is None else family.padding_id) + 1
 
 
 def encoder_max_len(config: PretrainedConfig) -> int:

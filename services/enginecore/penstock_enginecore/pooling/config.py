@@ -5,19 +5,20 @@ architecture.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from transformers import PretrainedConfig
 
 from penstock_common.files import read_json
 from penstock_enginecore.models.errors import ModelLoadError
 
-PoolingMode = Literal["cls", "mean", "lasttoken"]
+PoolingMode = Literal["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"]
 
-_MODES: dict[str, PoolingMode] = {"cls": "cls", "mean": "mean", "lasttoken": "lasttoken"}
-_FLAGS = {
+_MODES: tuple[PoolingMode, ...] = get_args(PoolingMode)
+_FLAGS: Mapping[str, PoolingMode] = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
     "pooling_mode_mean_tokens": "mean",
@@ -25,7 +26,7 @@ _FLAGS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-"""Names of the flags that select a pooling mode in older files."""
+"""Flags that select the pooling modes in older files, in the order in which the results are joined."""
 _STEPS = ("Transformer", "Pooling", "Dense", "Normalize")
 _ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU")
 _SEQUENCE_LENGTH_FILES = (
@@ -33,6 +34,7 @@ _SEQUENCE_LENGTH_FILES = (
     "sentence_roberta_config.json",
     "sentence_distilbert_config.json",
 )
+_UNLIMITED = 2**31
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +52,11 @@ class DenseConfig:
 
 @dataclass(frozen=True, slots=True)
 class PoolingConfig:
-    """Pooling configuration of a checkpoint. ``max_seq_length`` is the prompt length in tokens for which the checkpoint
-    was tuned, or None if the checkpoint's files do not have this number.
+    """Pooling configuration of a checkpoint. The results of all ``modes`` are joined to one vector. ``max_seq_length`` is
+    the prompt length in tokens for which the checkpoint was tuned, or None if its files do not have this number.
     """
 
-    mode: PoolingMode
+    modes: tuple[PoolingMode, ...]
     normalize: bool = False
     dense: tuple[DenseConfig, ...] = ()
     max_seq_length: int | None = None
@@ -65,16 +67,19 @@ def is_sentence_transformer(directory: Path) -> bool:
     return (directory / "modules.json").is_file()
 
 
-def read_pooling_config(directory: Path, *, is_encoder: bool) -> PoolingConfig:
+def read_pooling_config(directory: Path, *, is_encoder: bool, classifies: bool = False) -> PoolingConfig:
     """Return the pooling configuration of a checkpoint. If the checkpoint has no pooling files, encoder models use the
-    mean of all tokens, and decoder models use the last token.
+    mean of all tokens, and decoder models use the last token. Classifiers (``classifies``) have no pooling files.
 
     Raises ModelLoadError, with the file and the value, if a value is not supported.
     """
+    default: tuple[PoolingMode, ...] = ("mean",) if is_encoder else ("lasttoken",)
     if not is_sentence_transformer(directory):
-        return PoolingConfig(mode="mean" if is_encoder else "lasttoken")
+        return PoolingConfig(default, max_seq_length=tokenizer_length(directory))
     steps = [(_kind(module), directory / module.get("path", "")) for module in _read(directory / "modules.json", list)]
     kinds = [kind for kind, _ in steps]
+    if classifies and kinds == ["Transformer"]:  # sentence-transformers' CrossEncoder
+        return PoolingConfig(default, max_seq_length=_max_seq_length(steps[0][1]))
     if kinds[:2] != ["Transformer", "Pooling"]:
         raise ModelLoadError(
             f"modules.json lists {', '.join(kinds)}; the list must begin with Transformer, Pooling, and may "
@@ -85,11 +90,20 @@ def read_pooling_config(directory: Path, *, is_encoder: bool) -> PoolingConfig:
             f"modules.json lists {', '.join(kinds)}; after Pooling, only Dense and a last Normalize are supported"
         )
     return PoolingConfig(
-        mode=_mode(steps[1][1] / "config.json"),
+        modes=_modes(steps[1][1] / "config.json", directory),
         normalize=kinds[-1] == "Normalize",
         dense=tuple(_dense(folder) for kind, folder in steps if kind == "Dense"),
         max_seq_length=_max_seq_length(steps[0][1]),
     )
+
+
+def named_activation(directory: Path, config: PretrainedConfig) -> str | None:
+    """Return the name of the torch activation that a checkpoint's files set for scores of pairs, or None. Raises
+    ModelLoadError if a file cannot be read.
+    """
+    older: Any = getattr(config, "sentence_transformers", None) or {}
+    found: Any = _settings(directory).get("activation_fn") or older.get("activation_fn")
+    return found or getattr(config, "sbert_ce_default_activation_function", None)
 
 
 def _kind(module: Mapping[str, Any]) -> str:
@@ -101,15 +115,29 @@ def _kind(module: Mapping[str, Any]) -> str:
     return kind
 
 
-def _mode(file: Path) -> PoolingMode:
+def _modes(file: Path, directory: Path) -> tuple[PoolingMode, ...]:
     config = _read(file, dict)
     given = config.get("pooling_mode") or [mode for flag, mode in _FLAGS.items() if config.get(flag)] or "mean"
-    modes = [given] if isinstance(given, str) else list(given)
-    if len(modes) != 1 or modes[0] not in _MODES:
+    names = [given] if isinstance(given, str) else list(given)
+    modes = tuple(mode for name in names for mode in _MODES if mode == name)
+    if len(modes) != len(names):
+        raise ModelLoadError(f"{file} sets the pooling mode {' + '.join(names)}; supported: {', '.join(_MODES)}")
+    if config.get("include_prompt") is False and _has_prompts(directory):
         raise ModelLoadError(
-            f"{file} sets the pooling mode {' + '.join(modes)}; set exactly one of the supported modes {', '.join(_MODES)}"
+            f"{file} sets include_prompt to false, but pooling without the tokens of a prompt is not supported; remove "
+            "the prompts from config_sentence_transformers.json"
         )
-    return _MODES[modes[0]]
+    return modes
+
+
+def _has_prompts(directory: Path) -> bool:
+    prompts = _settings(directory).get("prompts")
+    return isinstance(prompts, dict) and any(prompts.values())
+
+
+def _settings(directory: Path) -> dict[str, Any]:
+    file = directory / "config_sentence_transformers.json"
+    return dict(_read(file, dict)) if file.is_file() else {}
 
 
 def _dense(folder: Path) -> DenseConfig:
@@ -140,9 +168,18 @@ def _max_seq_length(folder: Path) -> int | None:
                 raise ModelLoadError(
                     f"{folder / name}: do_lower_case is true, but lowercasing of texts is not supported"
                 )
-            length = config.get("max_seq_length")
-            return None if length is None else int(length)
-    return None
+            if (length := config.get("max_seq_length")) is not None:
+                return int(length)
+    return tokenizer_length(folder)
+
+
+def tokenizer_length(folder: Path) -> int | None:
+    """Return the number of tokens to which the tokenizer's configuration truncates texts, or None if it has none. A very
+    large number means that the tokenizer does not truncate.
+    """
+    file = folder / "tokenizer_config.json"
+    length = _read(file, dict).get("model_max_length") if file.is_file() else None
+    return int(length) if isinstance(length, int | float) and 0 < length < _UNLIMITED else None
 
 
 def _read(file: Path, kind: type) -> Any:

@@ -31,7 +31,9 @@ from penstock_enginecore.pooling.config import (
     PoolingConfig,
     is_sentence_transformer,
     load_dense,
+    named_activation,
     read_pooling_config,
+    tokenizer_length,
 )
 from penstock_enginecore.pooling.token_score import ScoreTokens, TokenScorer, score_tokens, yes_and_no
 
@@ -76,9 +78,9 @@ def activate(scores: torch.Tensor, activation: Activation) -> torch.Tensor:
     return scores.softmax(dim=-1) if activation == "softmax" else scores
 
 
-def split_head(model: PreTrainedModel) -> tuple[PreTrainedModel, Head]:
+def split_head(model: PreTrainedModel, activation_fn: str | None = None) -> tuple[PreTrainedModel, Head]:
     """Split a classifier into the base model, which computes hidden states, and the head, which then accepts hidden
-    states.
+    states. ``activation_fn`` is the name of the activation for scores of pairs.
 
     Raises ModelLoadError if the model's class does not separate the base model and the head.
     """
@@ -94,20 +96,22 @@ def split_head(model: PreTrainedModel) -> tuple[PreTrainedModel, Head]:
         classifier=model,
         per_token=per_token,
         activation="softmax" if per_token else _activation(model.config),
-        score_activation=_score_activation(model.config) if not per_token and model.config.num_labels == 1 else None,
+        score_activation=_score_activation(activation_fn) if not per_token and model.config.num_labels == 1 else None,
     )
     return backbone, head
 
 
-def split_scorer(generates: PreTrainedModel, tokens: ScoreTokens) -> tuple[PreTrainedModel, Head]:
+def split_scorer(
+    generates: PreTrainedModel, tokens: ScoreTokens, activation_fn: str | None
+) -> tuple[PreTrainedModel, Head]:
     """Split a generative model into the base model, which computes hidden states, and a head that scores the last token.
-    Raises ModelLoadError if the scores cannot be computed this way.
+    ``activation_fn`` is the name of the activation for scores. Raises ModelLoadError if the scores cannot be computed this way.
     """
     head = Head(
         classifier=TokenScorer(generates, tokens, _Computed(None)),
         per_token=False,
         activation="sigmoid",
-        score_activation=_score_activation(generates.config),
+        score_activation=_score_activation(activation_fn),
     )
     return cast("PreTrainedModel", generates.base_model), head
 
@@ -119,12 +123,10 @@ def _activation(config: PretrainedConfig) -> Activation:
     return "sigmoid" if config.problem_type == "multi_label_classification" or config.num_labels == 1 else "softmax"
 
 
-def _score_activation(config: PretrainedConfig) -> Activation:
-    """Return the activation function that sentence-transformers' CrossEncoder uses: the function that the configuration
-    names, or else sigmoid.
+def _score_activation(named: str | None) -> Activation:
+    """Return the activation function that sentence-transformers' CrossEncoder uses: the function that the checkpoint's
+    files name, or else sigmoid.
     """
-    settings = getattr(config, "sentence_transformers", None) or {}
-    named = settings.get("activation_fn") or getattr(config, "sbert_ce_default_activation_function", None)
     if named is None:
         return "sigmoid"
     kind = str(named).rpartition(".")[2]
@@ -269,9 +271,12 @@ def load_pooling_model(
     model_class = _model_class(auto_class, hf_config)
     _check(hf_config, model_class)
     if tokens is None:
-        pooling = read_pooling_config(_directory(config), is_encoder=is_encoder(hf_config))
+        pooling = read_pooling_config(
+            _directory(config), is_encoder=is_encoder(hf_config), classifies=task == "classify"
+        )
     else:
-        pooling = PoolingConfig(mode="lasttoken")
+        pooling = PoolingConfig(("lasttoken",), max_seq_length=tokenizer_length(_directory(config)))
+    activation = None if task == "embed" else named_activation(_directory(config), hf_config)
     dtypes = resolve_dtypes(config.dtype, hf_config, device, widen=widen)
     progress(f"loading {model_class.__name__} from {config.path} as {dtypes.name}")
     attention_hook.register()
@@ -282,16 +287,16 @@ def load_pooling_model(
     replace_relative_attention(loaded)
     prepare_two_way(loaded)
     # The rows of the output head are copied before ranks split the embeddings, which may be the same weights.
-    module, head = (None, None) if tokens is None else split_scorer(loaded, tokens)
+    module, head = (None, None) if tokens is None else split_scorer(loaded, tokens, activation)
     if split is not None:
         split(loaded if task == "embed" else loaded.base_model)
     if module is None:
         place(loaded, config.path, device)
-        module, head = (loaded, None) if task == "embed" else split_head(loaded)
+        module, head = (loaded, None) if task == "embed" else split_head(loaded, activation)
     elif head is not None:
         place(module, config.path, device)
         place(head.classifier, config.path, device)
-    max_len = _max_len(hf_config, config, pooling if head is None else None)
+    max_len = _max_len(hf_config, config, pooling)
     if not is_encoder(hf_config):
         loader.prepare_decoder(module, config.max_model_len or max_len, device)
     return PoolingModel(
@@ -386,7 +391,7 @@ def _directory(config: ModelConfig) -> Path:
         ) from e
 
 
-def _max_len(hf_config: PretrainedConfig, config: ModelConfig, pooling: PoolingConfig | None) -> int:
+def _max_len(hf_config: PretrainedConfig, config: ModelConfig, pooling: PoolingConfig) -> int:
     longest = encoder_max_len(hf_config) if is_encoder(hf_config) else loader.config_max_len(hf_config, config)
-    tuned = pooling.max_seq_length if pooling is not None else None
+    tuned = pooling.max_seq_length
     return longest if tuned is None else min(longest, tuned)

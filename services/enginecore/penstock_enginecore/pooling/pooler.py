@@ -1,6 +1,7 @@
 """Computation of the results of pooling requests from hidden states."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -8,6 +9,7 @@ from torch.nn.functional import normalize
 
 from penstock_common.types.request import PoolingParams, PoolingTask, Vectors
 from penstock_enginecore.core.pooling_validation import PoolingLimits
+from penstock_enginecore.pooling.config import PoolingMode
 from penstock_enginecore.pooling.embedder import Head, PoolingModel, activate
 
 # Accumulators of a prompt's hidden states. A prompt may be computed in several steps.
@@ -72,17 +74,46 @@ class LastToken:
         return _given(self._kept)
 
 
-class Mean:
-    """Accumulator that averages the hidden states of all tokens in float32."""
+class Largest:
+    """Accumulator that keeps the largest value of each element over all tokens."""
 
     def __init__(self) -> None:
+        self._kept: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def add(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> None:
+        """Compare the kept values with the hidden states."""
+        largest = hidden.amax(dim=0, keepdim=True)
+        if self._kept is not None:
+            largest = torch.maximum(self._kept[1], largest)
+        self._kept = token_ids[-1:], largest
+
+    def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return one row, and the ID of the last token. Raises RuntimeError before the first token."""
+        return _given(self._kept)
+
+
+class Mean:
+    """Accumulator that sums the hidden states of all tokens in float32, and divides the sum by the total weight.
+
+    Args:
+        by_position: Multiply the hidden state of a token by its position, counted from 1. Otherwise the weight is 1.
+        root: Divide by the square root of the total weight.
+    """
+
+    def __init__(self, *, by_position: bool = False, root: bool = False) -> None:
+        self._by_position = by_position
+        self._root = root
         self._sum: torch.Tensor | None = None
         self._count = 0
         self._last = torch.zeros(0, dtype=torch.int64)
 
     def add(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> None:
         """Add the hidden states to the sum."""
-        total = hidden.float().sum(dim=0, keepdim=True)
+        hidden = hidden.float()
+        if self._by_position:
+            first = self._count + 1
+            hidden = hidden * torch.arange(first, first + len(hidden), device=hidden.device)[:, None]
+        total = hidden.sum(dim=0, keepdim=True)
         self._sum = total if self._sum is None else self._sum + total
         self._count += len(token_ids)
         self._last = token_ids[-1:]
@@ -90,7 +121,27 @@ class Mean:
     def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return one row with the mean, and the ID of the last token. Raises RuntimeError before the first token."""
         _, total = _given(None if self._sum is None else (self._last, self._sum))
-        return self._last, total / self._count
+        weight = self._count * (self._count + 1) / 2 if self._by_position else self._count
+        return self._last, total / (weight**0.5 if self._root else weight)
+
+
+class Joined:
+    """Accumulator that joins the rows of other accumulators, each of which returns one row."""
+
+    def __init__(self, parts: Sequence[Accumulator]) -> None:
+        self._parts = parts
+
+    def add(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> None:
+        """Add the tokens to all parts."""
+        for part in self._parts:
+            part.add(token_ids, hidden)
+
+    def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return one row ``[1, parts * size]``, and the token ID of the last part. Raises RuntimeError before the first
+        token.
+        """
+        given = [part.rows() for part in self._parts]
+        return given[-1][0], torch.cat([rows.float() for _, rows in given], dim=-1)
 
 
 class EveryToken:
@@ -132,9 +183,10 @@ class Pooler:
         """Pooling tasks and embedding size that the model supports."""
         head = self._model.head
         if head is None:
-            return PoolingLimits(
-                tasks=frozenset({PoolingTask.EMBED, PoolingTask.TOKEN_EMBED}), embedding_size=self._embedding_size()
-            )
+            tasks = {PoolingTask.EMBED}
+            if len(self._model.pooling.modes) == 1:  # Otherwise layers after pooling expect several joined rows.
+                tasks.add(PoolingTask.TOKEN_EMBED)
+            return PoolingLimits(tasks=frozenset(tasks), embedding_size=self._embedding_size())
         if head.per_token:
             return PoolingLimits(tasks=frozenset({PoolingTask.TOKEN_CLASSIFY}))
         tasks = {PoolingTask.CLASSIFY} | ({PoolingTask.SCORE} if head.score_activation is not None else set())
@@ -146,7 +198,8 @@ class Pooler:
         """
         match params.task:
             case PoolingTask.EMBED:
-                return _ACCUMULATORS[self._model.pooling.mode]()
+                parts = [_ACCUMULATORS[mode]() for mode in self._model.pooling.modes]
+                return parts[0] if len(parts) == 1 else Joined(parts)
             case PoolingTask.TOKEN_EMBED:
                 return EveryToken(lambda _, hidden: self._embedding(hidden, params))
             case PoolingTask.TOKEN_CLASSIFY:
@@ -179,7 +232,8 @@ class Pooler:
 
     def _embedding_size(self) -> int:
         dense = self._model.pooling.dense
-        return dense[-1].out_features if dense else int(self._model.module.config.hidden_size)
+        joined = len(self._model.pooling.modes) * int(self._model.module.config.hidden_size)
+        return dense[-1].out_features if dense else joined
 
     def _embedding(self, rows: torch.Tensor, params: PoolingParams) -> torch.Tensor:
         """Return the embeddings ``[rows, dimensions]`` for pooled rows ``[rows, hidden size]``. The linear layers are
@@ -202,7 +256,14 @@ class Pooler:
         return activate(scores, head.activation)
 
 
-_ACCUMULATORS: dict[str, Callable[[], Accumulator]] = {"cls": FirstToken, "mean": Mean, "lasttoken": LastToken}
+_ACCUMULATORS: dict[PoolingMode, Callable[[], Accumulator]] = {
+    "cls": FirstToken,
+    "max": Largest,
+    "mean": Mean,
+    "mean_sqrt_len_tokens": functools.partial(Mean, root=True),
+    "weightedmean": functools.partial(Mean, by_position=True),
+    "lasttoken": LastToken,
+}
 
 
 def _vectors(rows: torch.Tensor) -> Vectors:
