@@ -17,9 +17,11 @@ from penstock_client.messages import build
 from penstock_client.requests import (
     CallOptions,
     ChatOptions,
+    EmbedOptions,
     GenerateOptions,
     MixedPrompt,
     Prompt,
+    ScoreOptions,
     chat_request,
     generate_request,
     pooling_input,
@@ -193,12 +195,15 @@ class AsyncClient(BaseClient):
         dimensions: int | None = None,
         normalize: bool | None = None,
         timeout: float | None = None,
-        **options: Unpack[CallOptions],
+        **options: Unpack[EmbedOptions],
     ) -> Embeddings:
-        """Return one embedding for each input."""
+        """Return one embedding for each input.
+
+        ``prompt_name`` or ``input_type`` selects the model's prompt that is added before each text.
+        """
         params = build(PoolingParams, {"dimensions": dimensions, "normalize": normalize})
         fields = {"inputs": pooling_inputs(inputs, "inputs"), "pooling_params": params}
-        request = request_of(pb.EmbedRequest, CallOptions, options, **fields)
+        request = request_of(pb.EmbedRequest, EmbedOptions, options, **fields)
         response = await self._call(self.stub.Embed, request, timeout)
         return Embeddings([floats(each) for each in response.embeddings], read_usage(response.usage))
 
@@ -223,11 +228,14 @@ class AsyncClient(BaseClient):
         documents: Sequence[Prompt],
         *,
         timeout: float | None = None,
-        **options: Unpack[CallOptions],
+        **options: Unpack[ScoreOptions],
     ) -> Scores:
-        """Return the score of each document for the query."""
+        """Return the score of each document for the query.
+
+        ``prompt_name`` selects the model's prompt that is added before the query.
+        """
         fields = {"query": pooling_input(query, "query"), "documents": pooling_inputs(documents, "documents")}
-        request = request_of(pb.ScoreRequest, CallOptions, options, **fields)
+        request = request_of(pb.ScoreRequest, ScoreOptions, options, **fields)
         response = await self._call(self.stub.Score, request, timeout)
         return Scores(list(response.scores), read_usage(response.usage))
 

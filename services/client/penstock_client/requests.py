@@ -29,6 +29,18 @@ class CallOptions(TypedDict, total=False):
     routing: pb.RoutingHints | None
 
 
+class ScoreOptions(CallOptions, total=False):
+    """Fields of a ScoreRequest."""
+
+    prompt_name: str
+
+
+class EmbedOptions(ScoreOptions, total=False):
+    """Fields of an EmbedRequest."""
+
+    input_type: str
+
+
 class GenerateOptions(CallOptions, total=False):
     """Fields of a GenerateRequest."""
 

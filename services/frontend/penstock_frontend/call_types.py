@@ -281,8 +281,8 @@ class PoolingRequest(msgspec.Struct, frozen=True, kw_only=True):
     """
     truncation: Truncation | None = None
     """Side at which longer inputs are truncated. The length after truncation is ``truncate_prompt_tokens``, or the
-    model's maximum if this field is not set. ``none`` means that longer inputs are refused. None means ``end`` if
-    ``truncate_prompt_tokens`` is set, and otherwise the server's setting ``limits.pooling_truncation``.
+    model's maximum if this field is not set. ``none`` means that longer inputs are refused. None means the tokenizer's
+    side if ``truncate_prompt_tokens`` is set, and otherwise the server's setting ``limits.pooling_truncation``.
     """
     add_special_tokens: bool = True
     """Whether the tokenizer adds special tokens to the inputs. False for a rendered conversation, because the chat
@@ -330,6 +330,14 @@ class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
     to each pair of texts. For other models, it applies to each text.
     """
     truncation: Truncation | None = None
+    query_prompt: str | None = None
+    """Text that is added before each query. A model that generates scores gets it as an instruction instead. None means
+    the model's prompt for queries if the model embeds, and otherwise its default prompt.
+    """
+    document_prompt: str | None = None
+    """Text that an embedding model adds before each document. None means its prompt for documents."""
+    max_document_tokens: int | None = None
+    """Maximum number of tokens of each document. Longer documents are truncated at their end. None means no limit."""
     context: RequestContext = RequestContext()
 
 

@@ -182,7 +182,7 @@ def assemble(
         chat=ChatCalls(llm, renderer, parsers, tokenizer),
         settings=settings,
         labels=load_labels(model),
-        scoring=ScoringCalls(llm, None if options is None else PairPrompts(renderer, prompts.default_text, options)),
+        scoring=ScoringCalls(llm, None if options is None else PairPrompts(renderer, options)),
         media=service,
         warnings=WarningLog(metrics.registry),
     )

@@ -12,6 +12,7 @@ from penstock_frontend.calls.generate import AsyncLLM
 from penstock_frontend.loop_yield import NUMBERS_PER_TURN, Pace
 from penstock_frontend.processing.chat.pair_prompts import PairPrompts
 from penstock_frontend.processing.outputs.pooling import vectors_of
+from penstock_frontend.processing.prompts.named_prompts import NamedPrompts, check_texts, with_prompt
 from penstock_frontend.processing.prompts.pooling import check_scores
 
 
@@ -31,10 +32,17 @@ class ScoringCalls:
         embeddings of query and document. Raises RequestFailed if the request is refused or fails.
         """
         self._llm.inputs.check_model(request.context.model, request.context.lora)
-        if await self._llm.reads_pairs(request.context):
-            pairs = _pairs(request)
-            if self._prompts is not None:
-                pairs = await _rendered(pairs, self._prompts)
+        reads_pairs = await self._llm.reads_pairs(request.context)
+        if (longest := request.max_document_tokens) is not None:
+            documents = await self._llm.pooling.inputs.shortened(request.documents, request.document_fields, longest)
+            request = msgspec.structs.replace(request, documents=documents)
+        if reads_pairs:
+            named = self._llm.pooling.inputs.prompts
+            prompt = named.default_text if request.query_prompt is None else request.query_prompt
+            if self._prompts is None:
+                pairs = _pairs(request, prompt)
+            else:
+                pairs = await _rendered(_pairs(request), self._prompts, prompt)
             result, request_id = await self._llm.run_pooling(pairs)
             scores = [parts.floats(vectors_of(output))[0] for output in result.outputs]
         else:
@@ -45,7 +53,7 @@ class ScoringCalls:
                     "is applied; remove use_activation",
                     field="use_activation",
                 )
-            result, request_id = await self._llm.run_pooling(_similarity(request))
+            result, request_id = await self._llm.run_pooling(_similarity(request, self._llm.pooling.inputs.prompts))
             scores = await self._cosines(result, len(request.queries))
         return ScoreResult(request_id=request_id, scores=scores, prompt_tokens=result.prompt_tokens)
 
@@ -66,8 +74,8 @@ class ScoringCalls:
         return cosines
 
 
-def _pairs(request: ScoreRequest) -> PoolingRequest:
-    queries = _texts(request.queries, request.query_fields)
+def _pairs(request: ScoreRequest, prompt: str = "") -> PoolingRequest:
+    queries = [prompt + query for query in _texts(request.queries, request.query_fields)]
     documents = _texts(request.documents, request.document_fields)
     return PoolingRequest(
         inputs=queries * len(documents) if len(queries) == 1 else queries,
@@ -80,9 +88,9 @@ def _pairs(request: ScoreRequest) -> PoolingRequest:
     )
 
 
-async def _rendered(pairs: PoolingRequest, prompts: PairPrompts) -> PoolingRequest:
-    """Return the request with one prompt for each pair. Raises InvalidArgument, and Unimplemented for truncation, because
-    the end of a prompt asks for the score.
+async def _rendered(pairs: PoolingRequest, prompts: PairPrompts, instruction: str) -> PoolingRequest:
+    """Return the request with one prompt for each pair, which includes the instruction. Raises InvalidArgument, and
+    Unimplemented for truncation, because the end of a prompt asks for the score.
     """
     if pairs.truncate_prompt_tokens is not None or pairs.truncation in ("start", "end"):
         raise Unimplemented(
@@ -91,17 +99,28 @@ async def _rendered(pairs: PoolingRequest, prompts: PairPrompts) -> PoolingReque
         )
     texts = [(str(first), second) for first, second in zip(pairs.inputs, pairs.seconds, strict=True)]
     return msgspec.structs.replace(
-        pairs, inputs=await prompts.render(texts), seconds=(), truncation="none", add_special_tokens=False
+        pairs, inputs=await prompts.render(texts, instruction), seconds=(), truncation="none", add_special_tokens=False
     )
 
 
-def _similarity(request: ScoreRequest) -> PoolingRequest:
+def _similarity(request: ScoreRequest, named: NamedPrompts) -> PoolingRequest:
+    """Return the request for the embeddings of all texts, with the model's prompts for queries and documents before the
+    texts. Raises InvalidArgument if the client selects a prompt for queries that are token ids.
+    """
+    if request.query_prompt is not None:
+        check_texts(request.queries, request.query_fields)
+    query = named.query if request.query_prompt is None else request.query_prompt
+    document = named.document if request.document_prompt is None else request.document_prompt
     return PoolingRequest(
-        inputs=[*request.queries, *request.documents],
+        inputs=[
+            *(with_prompt(query, text) for text in request.queries),
+            *(with_prompt(document, text) for text in request.documents),
+        ],
         fields=[*request.query_fields, *request.document_fields],
         params=PoolingParams(task=PoolingTask.EMBED, normalize=True),
         truncate_prompt_tokens=request.truncate_prompt_tokens,
         truncation=request.truncation,
+        prompt="",
         context=request.context,
     )
 

@@ -14,7 +14,6 @@ from penstock_common.types.request import Vectors
 from penstock_common.types.sampling import OutputKind
 from penstock_frontend.call_types import ChatRequest, GenerateRequest, PoolingPrompt, PoolingRequest, ScoreRequest
 from penstock_frontend.call_types import RequestOutput as Piece
-from penstock_frontend.calls.scoring import ScoringCalls
 from penstock_frontend.in_process_media import UnplacedPrompt, placed
 from penstock_local.llm.outputs import (
     ClassificationOutput,
@@ -52,7 +51,7 @@ class Calls:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._scoring = ScoringCalls(runtime.llm)
+        self._scoring = runtime.assembly.scoring
         self._numbers = itertools.count()
 
     async def prepare(self, request: GenerateRequest) -> Prepared:

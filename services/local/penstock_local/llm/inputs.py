@@ -380,8 +380,11 @@ class Requests:
         *,
         truncate_prompt_tokens: int | None = None,
         lora: str = "",
+        prompt: str | None = None,
     ) -> Inputs[PoolingRequest]:
-        """Create requests of a pooling task. Raises InvalidArgument for errors that affect all inputs."""
+        """Create requests of a pooling task. ``prompt`` is a field of PoolingRequest. Raises InvalidArgument for errors
+        that affect all inputs.
+        """
         inputs, context = prompts_of(texts, name="texts"), context_of(lora=lora)
         made = (
             text
@@ -391,6 +394,7 @@ class Requests:
                 fields=[f"texts[{index}]"],
                 params=params,
                 truncate_prompt_tokens=truncate_prompt_tokens,
+                prompt=prompt,
                 context=context,
             )
             for index, text in enumerate(inputs.each)

@@ -225,6 +225,8 @@ class LLM:
         *,
         dimensions: int | None = None,
         normalize: bool | None = None,
+        prompt_name: str | None = None,
+        input_type: str | None = None,
         truncate_prompt_tokens: int | None = None,
         lora: str = "",
         errors: Errors = "raise",
@@ -236,10 +238,19 @@ class LLM:
         The model must be an embedding model, or a decoder with the option ``task="embed"``. ``dimensions`` truncates
         each embedding to that size. If ``normalize`` is None, the model's config decides. ``truncate_prompt_tokens``
         cuts longer texts to that many tokens; -1 cuts to the model's maximum, and None refuses texts that are too long.
+
+        ``prompt_name`` names one of the model's prompts, which is added before each text, and ``input_type`` selects a
+        prompt by the kind of the inputs, such as ``query`` or ``document``. By default, texts get the default prompt.
         """
         params = PoolingParams(task=PoolingTask.EMBED, dimensions=dimensions, normalize=normalize)
         job: Job[Any, Any, EmbeddingOutput] = Job("texts", self._calls.embed, EmbeddingOutput)
-        requests = self._requests.pool(texts, params, truncate_prompt_tokens=truncate_prompt_tokens, lora=lora)
+        requests = self._requests.pool(
+            texts,
+            params,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            lora=lora,
+            prompt=self._runtime.prompts.text(prompt_name, input_type),
+        )
         return self._batch(job, errors, progress, use_tqdm).all(requests)
 
     @names_replacements()
@@ -270,6 +281,7 @@ class LLM:
         documents: Prompt | Iterable[Prompt],
         *,
         use_activation: bool = True,
+        prompt_name: str | None = None,
         truncate_prompt_tokens: int | None = None,
         lora: str = "",
         errors: Errors = "raise",
@@ -279,8 +291,9 @@ class LLM:
         """Score how well documents match ``queries``, which is one query for all documents or one for each.
 
         Cross-encoder models compute the score from both texts; ``use_activation=False`` returns their raw scores. Other
-        models use the cosine similarity of embeddings. For ``truncate_prompt_tokens`` see ``embed``; the limit applies
-        to both texts together.
+        models use the cosine similarity of embeddings, with the model's prompts for queries and documents. ``prompt_name``
+        names another prompt for the queries. For ``truncate_prompt_tokens`` see ``embed``; the limit applies to both
+        texts together.
         """
         job: Job[Any, Any, ScoringOutput] = Job("documents", self._calls.score, ScoringOutput)
         requests = self._requests.score(
@@ -288,6 +301,7 @@ class LLM:
             documents,
             use_activation=use_activation,
             truncate_prompt_tokens=truncate_prompt_tokens,
+            query_prompt=self._runtime.prompts.text(prompt_name, None),
             context=context_of(lora=lora),
         )
         return self._batch(job, errors, progress, use_tqdm).all(requests)

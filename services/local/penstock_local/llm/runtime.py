@@ -86,6 +86,7 @@ class Runtime:
         self.model, self.assembly = model, assembly
         self.tokenizer, self.labels = assembly.tokenizer, assembly.labels
         self.engine, self.llm, self.chat = assembly.engines, assembly.llm, assembly.chat
+        self.prompts = assembly.llm.pooling.inputs.prompts
         self._closing = threading.Lock()
         self._closed = False
         self._thread = threading.Thread(target=self._loop.run_forever, name="penstock-llm", daemon=True)

@@ -291,9 +291,9 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
         """Return the embeddings of the inputs in a request."""
         self._llm.pooling.inputs.check_count(len(request.inputs), field="inputs")
-        return messages.embed_response(
-            *await self._llm.run_pooling(messages.embed_request(request, **_call(context), limits=self._limits.now))
-        )
+        prompts = self._llm.pooling.inputs.prompts
+        converted = messages.embed_request(request, **_call(context), limits=self._limits.now, prompts=prompts)
+        return messages.embed_response(*await self._llm.run_pooling(converted))
 
     async def Classify(self, request: pb.ClassifyRequest, context: Context) -> pb.ClassifyResponse:
         """Return the classes of the inputs in a request."""
@@ -308,7 +308,7 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
         embeddings.
         """
         self._llm.pooling.inputs.check_count(len(request.documents), field="documents")
-        converted = messages.score_request(request, **_call(context))
+        converted = messages.score_request(request, **_call(context), prompts=self._llm.pooling.inputs.prompts)
         return messages.score_response(await self._scoring.run(converted))
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:

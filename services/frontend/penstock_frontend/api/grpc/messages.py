@@ -42,6 +42,7 @@ from penstock_frontend.processing.chat.answers import ChatOutput
 from penstock_frontend.processing.chat.histories import warn_of_lost_calls
 from penstock_frontend.processing.chat.tool_choice import named_choice
 from penstock_frontend.processing.outputs.pooling import vectors_of
+from penstock_frontend.processing.prompts.named_prompts import NamedPrompts
 from penstock_frontend.processing.prompts.sampling_params import check_conversation, check_count, check_lists
 
 # The code below converts messages of Generate and GenerateSession.
@@ -174,14 +175,25 @@ _CLASSIFY_TASKS = (PoolingTask.CLASSIFY, PoolingTask.TOKEN_CLASSIFY)
 
 
 def embed_request(
-    message: pb.EmbedRequest, *, metadata: Mapping[str, str], time_left: float | None, limits: LimitsConfig
+    message: pb.EmbedRequest,
+    *,
+    metadata: Mapping[str, str],
+    time_left: float | None,
+    limits: LimitsConfig,
+    prompts: NamedPrompts,
 ) -> PoolingRequest:
     """Return the request of a message as a domain type. ``time_left`` is the number of seconds until the call's
-    deadline. Raises InvalidArgument and Unimplemented.
+    deadline, and ``prompts`` are the model's prompts. Raises InvalidArgument and Unimplemented.
     """
     params = _params(message.pooling_params, _EMBED_TASKS, meaningless=("use_activation",))
     inputs, fields = _inputs(message.inputs, limits)
-    return PoolingRequest(inputs=inputs, fields=fields, params=params, context=context_of(message, metadata, time_left))
+    return PoolingRequest(
+        inputs=inputs,
+        fields=fields,
+        params=params,
+        prompt=prompts.text(message.prompt_name or None, message.input_type or None),
+        context=context_of(message, metadata, time_left),
+    )
 
 
 def classify_request(
@@ -195,8 +207,10 @@ def classify_request(
     return PoolingRequest(inputs=inputs, fields=fields, params=params, context=context_of(message, metadata, time_left))
 
 
-def score_request(message: pb.ScoreRequest, *, metadata: Mapping[str, str], time_left: float | None) -> ScoreRequest:
-    """Return the request for scores as a domain type. ``time_left`` and the errors are the same as in
+def score_request(
+    message: pb.ScoreRequest, *, metadata: Mapping[str, str], time_left: float | None, prompts: NamedPrompts
+) -> ScoreRequest:
+    """Return the request for scores as a domain type. ``time_left``, ``prompts`` and the errors are the same as in
     ``embed_request``.
     """
     query, query_field = _plain(message.query, "query")
@@ -206,6 +220,7 @@ def score_request(message: pb.ScoreRequest, *, metadata: Mapping[str, str], time
         query_fields=[query_field],
         documents=[document for document, _ in documents],
         document_fields=[field for _, field in documents],
+        query_prompt=prompts.text(message.prompt_name or None, None),
         context=context_of(message, metadata, time_left),
     )
 

@@ -27,29 +27,27 @@ class PairPrompts:
 
     Args:
         renderer: Renderer of the model's chat template.
-        instruction: Text of the system message. Empty for none.
         options: Additional variables for the template.
     """
 
-    def __init__(self, renderer: ChatRenderer, instruction: str, options: Mapping[str, Any]) -> None:
+    def __init__(self, renderer: ChatRenderer, options: Mapping[str, Any]) -> None:
         self._renderer = renderer
-        self._instruction = instruction
         self._options = options
         self._shows_both: bool | None = None
 
-    async def render(self, pairs: Sequence[tuple[str, str]]) -> list[str]:
-        """Return the prompt of each pair. Raises InvalidArgument if the template does not write both texts, or refuses a
-        pair.
+    async def render(self, pairs: Sequence[tuple[str, str]], instruction: str = "") -> list[str]:
+        """Return the prompt of each pair. ``instruction`` is the text of the system message, or empty for none. Raises
+        InvalidArgument if the template does not write both texts, or refuses a pair.
         """
         if self._shows_both is None:
-            [trial] = await self._rendered([_TRIAL])
+            [trial] = await self._rendered([_TRIAL], instruction)
             self._shows_both = all(text in trial for text in _TRIAL)
         if not self._shows_both:
             raise InvalidArgument(_NOT_SHOWN, field="model")
-        return await self._rendered(pairs)
+        return await self._rendered(pairs, instruction)
 
-    async def _rendered(self, pairs: Sequence[tuple[str, str]]) -> list[str]:
-        system = [("system", self._instruction)] if self._instruction else []
+    async def _rendered(self, pairs: Sequence[tuple[str, str]], instruction: str) -> list[str]:
+        system = [("system", instruction)] if instruction else []
         said = [[*system, (_QUERY, query), (_DOCUMENT, document)] for query, document in pairs]
         return await self._renderer.render_texts(said, self._options)
 

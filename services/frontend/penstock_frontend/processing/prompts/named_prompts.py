@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from penstock_common.errors import ConfigError, InvalidArgument, quoted
 from penstock_frontend.config import ModelConfig
@@ -33,6 +33,16 @@ class NamedPrompts:
     default: str | None = None
 
     @property
+    def query(self) -> str:
+        """Text before queries whose embeddings are compared with those of documents."""
+        return self.text(None, "query") or ""
+
+    @property
+    def document(self) -> str:
+        """Text before documents whose embeddings are compared with those of queries."""
+        return self.text(None, "document") or ""
+
+    @property
     def default_text(self) -> str:
         """Text before inputs for which the client names no prompt."""
         return "" if self.default is None else self.texts[self.default]
@@ -60,6 +70,29 @@ class NamedPrompts:
                 f"input_type is {quoted(input_type)}; known: {', '.join(_OF_INPUT_TYPE)}", field="input_type"
             )
         return next((self.texts[name] for name in names if name in self.texts), "")
+
+
+P = TypeVar("P")
+
+
+def with_prompt(prompt: str, given: P) -> P | str:
+    """Return an input with the text of a prompt before it. Token ids and media stay as they are. An empty text stays
+    empty, so that it is refused.
+    """
+    return prompt + given if isinstance(given, str) and given else given
+
+
+def check_texts(inputs: Sequence[object], fields: Sequence[str]) -> None:
+    """Raise InvalidArgument if an input for which the client selects a prompt is not a text. ``fields`` are the paths of
+    the inputs.
+    """
+    for given, path in zip(inputs, fields, strict=True):
+        if not isinstance(given, str):
+            raise InvalidArgument(
+                f"{path} is not a text, but a prompt can be added only to texts; send texts, or no prompt_name and "
+                "no input_type",
+                field=path,
+            )
 
 
 def load_prompts(config: ModelConfig) -> NamedPrompts:

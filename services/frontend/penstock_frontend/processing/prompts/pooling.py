@@ -10,7 +10,7 @@ from penstock_common.config.settings import Reread
 from penstock_common.errors import WRONG_MODEL_KIND, ConfigError, InvalidArgument
 from penstock_common.types.media import MultiModalFeature
 from penstock_common.types.request import EngineCoreRequest, PoolingParams, PoolingTask, RequestContext
-from penstock_frontend.call_types import MediaPart, MixedPrompt, PoolingRequest
+from penstock_frontend.call_types import MediaPart, MixedPrompt, PoolingRequest, Prompt
 from penstock_frontend.config import LimitsConfig, ModelConfig
 from penstock_frontend.interfaces import ModelLimits
 from penstock_frontend.processing.prompts.input import (
@@ -21,8 +21,9 @@ from penstock_frontend.processing.prompts.input import (
     warn_of_double_bos,
 )
 from penstock_frontend.processing.prompts.mixed_prompt import media_tokens, no_media_with
-from penstock_frontend.processing.prompts.named_prompts import NamedPrompts
-from penstock_frontend.processing.prompts.tokenizer import Cut, Tokenizer, cut, read_json, resolve
+from penstock_frontend.processing.prompts.named_prompts import NamedPrompts, check_texts, with_prompt
+from penstock_frontend.processing.prompts.tokenizer import Tokenizer, cut, read_json, resolve
+from penstock_frontend.processing.prompts.truncation import Cut
 
 AS_MANY_AS_FIT = -1
 """Value of ``truncate_prompt_tokens`` that truncates inputs to the maximum length of the model."""
@@ -72,7 +73,7 @@ class PoolingInputs:
         """
         where, tokens = request.truncation, request.truncate_prompt_tokens
         if where is None and tokens is not None:
-            where = "end"
+            where = self._tokenizer.truncation_side
         elif where is None:
             # Media cannot be truncated, so the server's setting for truncation does not apply to calls with media.
             mixed = any(isinstance(each, MixedPrompt) for each in request.inputs)
@@ -81,6 +82,16 @@ class PoolingInputs:
             return msgspec.structs.replace(request, truncate_prompt_tokens=None, truncation=where)
         tokens = AS_MANY_AS_FIT if tokens is None else tokens
         return msgspec.structs.replace(request, truncate_prompt_tokens=tokens, truncation=where)
+
+    async def shortened(self, documents: Sequence[Prompt], fields: Sequence[str], longest: int) -> list[Prompt]:
+        """Return the documents, each truncated at its end to ``longest`` tokens. ``fields`` are the paths of the
+        documents. Raises InvalidArgument for a document that exceeds the limit on the prompt length.
+        """
+        for document, field in zip(documents, fields, strict=True):
+            self._inputs.check_length(document, field=field)
+        texts = [document for document in documents if isinstance(document, str)]
+        shortened = iter(await self._tokenizer.shortened(texts, longest))
+        return [next(shortened) if isinstance(document, str) else document[:longest] for document in documents]
 
     async def process(
         self, request: PoolingRequest, request_id: str, limits: ModelLimits | None = None
@@ -142,16 +153,9 @@ class PoolingInputs:
         prompt = self.prompts.default_text if request.prompt is None else request.prompt
         if not prompt:
             return request
-        for given, field in zip(request.inputs, request.fields, strict=True):
-            if request.prompt is not None and not isinstance(given, str):
-                raise InvalidArgument(
-                    f"{field} is not a text, but a prompt can be added only to texts; send texts, or no prompt_name and "
-                    "no input_type",
-                    field=field,
-                )
-        # An empty input stays empty, so that it is refused.
-        inputs = [prompt + given if isinstance(given, str) and given else given for given in request.inputs]
-        return msgspec.structs.replace(request, inputs=inputs)
+        if request.prompt is not None:
+            check_texts(request.inputs, request.fields)
+        return msgspec.structs.replace(request, inputs=[with_prompt(prompt, given) for given in request.inputs])
 
     def _check_input(self, request: PoolingRequest, index: int, limits: ModelLimits | None) -> None:
         prompt, field = request.inputs[index], request.fields[index]

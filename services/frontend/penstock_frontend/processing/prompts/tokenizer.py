@@ -10,13 +10,14 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import tokenizers
 
 from penstock_common import files
 from penstock_common.errors import ConfigError, Unimplemented
 from penstock_frontend.config import ModelConfig
+from penstock_frontend.processing.prompts.truncation import Cut, End, encode_cut, encode_pair_cut, first_tokens
 
 # The code below decodes byte-level vocabularies (GPT-2, Llama 3, Qwen). In such a vocabulary, the bytes of a token do
 # not depend on the tokens before and after it.
@@ -191,57 +192,6 @@ def joined(texts: Iterable[str]) -> str:
     return GuardedText(text, "".join(part.named if isinstance(part, GuardedText) else part for part in parts))
 
 
-# The code below truncates tokenized texts. As in transformers, the special tokens around a text are kept.
-
-End = Literal["end", "start"]
-"""Side at which tokens are removed."""
-
-
-class Cut(NamedTuple):
-    """Truncation of texts.
-
-    Attributes:
-        longest: Maximum number of tokens of a prompt, including the special tokens around its texts.
-        at: Side at which tokens are removed.
-    """
-
-    longest: int
-    at: End = "end"
-
-    @property
-    def direction(self) -> str:
-        """Direction of truncation in the tokenizers library."""
-        return "right" if self.at == "end" else "left"
-
-    def of(self, ids: list[int]) -> list[int]:
-        """Return the token ids that remain after truncation."""
-        return ids[: self.longest] if self.at == "end" else ids[-self.longest :]
-
-
-def encode_cut(backend: tokenizers.Tokenizer, text: str, cut: Cut) -> tokenizers.Encoding:
-    """Return the tokens of a text that remain after truncation, together with the special tokens around the text."""
-    encoding = backend.encode(text, add_special_tokens=False)
-    encoding.truncate(cut.longest - backend.num_special_tokens_to_add(False), direction=cut.direction)
-    return backend.post_process(encoding)
-
-
-def encode_pair_cut(backend: tokenizers.Tokenizer, text: str, second: str, cut: Cut) -> tokenizers.Encoding:
-    """Truncate two texts of one prompt. The longer text is truncated first, until both texts have equal length."""
-    one, other = (backend.encode(each, add_special_tokens=False) for each in (text, second))
-    of_one, of_other = _shares(len(one), len(other), cut.longest - backend.num_special_tokens_to_add(True))
-    one.truncate(of_one, direction=cut.direction)
-    other.truncate(of_other, direction=cut.direction)
-    return backend.post_process(one, other)
-
-
-def _shares(first: int, second: int, room: int) -> tuple[int, int]:
-    """Return how many tokens of each text remain after truncation. If the number of tokens is odd, the longer text
-    keeps one token more. If both texts have equal length, the second text keeps one token more.
-    """
-    shorter = min(first, second, room // 2)
-    return (shorter, min(second, room - shorter)) if first <= second else (min(first, room - shorter), shorter)
-
-
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -295,13 +245,30 @@ class Tokenizer:
     post-processor in tokenizer.json adds the special tokens around a text, such as BOS.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, *, num_threads: int = 1) -> None:
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        num_threads: int = 1,
+        truncation_side: End = "end",
+        token_types: bool = True,
+    ) -> None:
+        """Create the tokenizer.
+
+        Args:
+            backend: Tokenizer of the library. Its truncation and padding are switched off.
+            num_threads: Number of threads for texts of usual length.
+            truncation_side: Side at which texts that are too long are truncated, if a request names no side.
+            token_types: Whether the model gets the token types of pairs of texts.
+        """
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self._reader = backend
         self._guarded_reader = backend
         self._stand_ins: dict[str, str] = {}
+        self.truncation_side = truncation_side
+        self._token_types = token_types
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
         self._long_threads = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-long")
         self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
@@ -458,6 +425,15 @@ class Tokenizer:
         threads = self._threads_for(sum(map(len, texts)))
         return await asyncio.get_running_loop().run_in_executor(threads, encode)
 
+    async def shortened(self, texts: Sequence[str], longest: int) -> list[str]:
+        """Return the part of each text that its first ``longest`` tokens cover."""
+
+        def shorten() -> list[str]:
+            with _no_panic():
+                return [first_tokens(self._reader, text, longest) for text in texts]
+
+        return await asyncio.get_running_loop().run_in_executor(self._threads_for(sum(map(len, texts))), shorten)
+
     async def decode_all(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Return the text of all tokens of a sequence. The text is decoded in a tokenizer thread."""
 
@@ -509,7 +485,7 @@ class Tokenizer:
             encoding = (
                 self._reader.encode(text, second) if cut is None else encode_pair_cut(self._reader, text, second, cut)
             )
-        types = encoding.type_ids
+        types = encoding.type_ids if self._token_types else [0] * len(encoding)
         start = types.index(1) if 1 in types else len(types)
         if any(types[:start]) or set(types[start:]) - {1}:
             raise Unimplemented("for pairs of texts, the tokenizer uses token types, which engines do not support")
@@ -529,7 +505,14 @@ def load_model_files(config: ModelConfig, *, num_threads: int) -> ModelFiles:
     """Read the tokenizer and generation config of a directory or hub id. Raises ConfigError if a file is missing."""
     folder = resolve(config)
     backend = _load_backend(folder, config.path)
-    return ModelFiles(Tokenizer(backend, num_threads=num_threads), read_json(folder / "generation_config.json"))
+    settings = read_json(folder / "tokenizer_config.json")
+    tokenizer = Tokenizer(
+        backend,
+        num_threads=num_threads,
+        truncation_side="start" if settings.get("truncation_side") == "left" else "end",
+        token_types="token_type_ids" in (settings.get("model_input_names") or ["token_type_ids"]),
+    )
+    return ModelFiles(tokenizer, read_json(folder / "generation_config.json"))
 
 
 def resolve(config: ModelConfig) -> Path:

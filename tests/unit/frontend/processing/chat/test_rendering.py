@@ -22,7 +22,8 @@ from penstock_frontend.processing.chat.messages import openings
 from penstock_frontend.processing.chat.rendering import ChatRenderer, ControlTokens, find_control_tokens
 from penstock_frontend.processing.chat.templates import ChatTemplates, load_chat_templates
 from penstock_frontend.processing.parsers import registry
-from penstock_frontend.processing.prompts.tokenizer import Cut, GuardedText, Tokenizer, cut, joined, load_model_files
+from penstock_frontend.processing.prompts.tokenizer import GuardedText, Tokenizer, cut, joined, load_model_files
+from penstock_frontend.processing.prompts.truncation import Cut
 from tests.fakes.models import small_tokenizers
 from tests.fakes.models.chat_templates import CHATML, DEEPSEEK, GEMMA, LLAMA, MISTRAL, PHI, save_chat_model
 from tests.fakes.prepared_media import part_of

@@ -12,12 +12,12 @@ from tokenizers import AddedToken, models, pre_tokenizers
 from penstock_common.errors import ConfigError
 from penstock_frontend.processing.prompts.tokenizer import (
     ByteLevelDecoder,
-    Cut,
     OddTokenError,
     Tokenizer,
     hide,
     is_byte_level,
 )
+from penstock_frontend.processing.prompts.truncation import Cut
 from tests.fakes.models import small_tokenizers
 from tests.fakes.models.small_tokenizers import EOS, byte_fallback, byte_level, word_pieces
 

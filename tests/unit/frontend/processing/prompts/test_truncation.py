@@ -3,7 +3,7 @@
 import pytest
 import tokenizers
 
-from penstock_frontend.processing.prompts.tokenizer import Cut, End, encode_cut, encode_pair_cut
+from penstock_frontend.processing.prompts.truncation import Cut, End, encode_cut, encode_pair_cut
 from tests.fakes.models.small_tokenizers import byte_level
 
 SHORT, LONG = "hello", "the quick brown fox jumps over the lazy dog, hello world"

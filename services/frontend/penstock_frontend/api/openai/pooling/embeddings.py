@@ -12,16 +12,15 @@ from penstock_common.types.request import PoolingParams, PoolingTask
 from penstock_frontend.api.http.endpoint import Answer, Call
 from penstock_frontend.api.http.request_body import Body
 from penstock_frontend.api.openai.body_fields import check_range, shown
-from penstock_frontend.api.openai.context import context_of
 from penstock_frontend.api.openai.conversation import MediaIoBody, MessageBody, messages_of, options_of
 from penstock_frontend.api.openai.pooling.fields import (
     Input,
     PromptFields,
     in_base64,
-    inputs_of,
     normalize_of,
     pooled,
-    truncation_of,
+    request_of,
+    with_inputs,
     written,
 )
 from penstock_frontend.call_types import ChatRequest, PoolingRequest
@@ -94,20 +93,12 @@ class Embeddings:
         """Compute the embeddings of the inputs. Raises RequestFailed if the request is refused or fails."""
         body = await given.decode(EmbeddingRequest)
         check_range("dimensions", body.dimensions, 1, _INT32 - 1)
-        truncation = truncation_of(body)
         as_text = _encoding_of(body) == "base64"
         normalize = normalize_of(body.normalize, body.use_activation)
-        context = context_of(call, "embd", body)
-        model = self._llm.inputs.check_model(context.model, context.lora)
-        request = PoolingRequest(
-            inputs=(),
-            fields=(),
-            params=PoolingParams(task=PoolingTask.EMBED, dimensions=body.dimensions, normalize=normalize),
-            context=msgspec.structs.replace(context, cache_salt=body.cache_salt or ""),
-            truncate_prompt_tokens=body.truncate_prompt_tokens,
-            truncation=truncation,
-            prompt=self._llm.pooling.inputs.prompts.text(body.prompt_name, body.input_type),
-        )
+        params = PoolingParams(task=PoolingTask.EMBED, dimensions=body.dimensions, normalize=normalize)
+        model, request = request_of(self._llm, call, "embd", body, params)
+        context = msgspec.structs.replace(request.context, cache_salt=body.cache_salt or "")
+        request = msgspec.structs.replace(request, context=context)
         request = await self._with_inputs(request, body, given)
         result, request_id = await pooled(self._llm, request, given)
         usage = EmbeddingUsage(result.prompt_tokens, result.prompt_tokens)
@@ -127,9 +118,7 @@ class Embeddings:
         if body.messages is None:
             if body.input is None:
                 raise InvalidArgument("input is not set", field="input", reason="MISSING_FIELD")
-            inputs, fields = inputs_of(body.input)
-            self._llm.pooling.inputs.check_count(len(inputs), field="input")
-            return msgspec.structs.replace(request, inputs=inputs, fields=fields)
+            return with_inputs(self._llm, request, body.input)
         if body.input is not None:
             raise InvalidArgument("messages and input are both set; set only one of them", field="messages")
         if request.prompt is not None:

@@ -165,33 +165,38 @@ def usage_of(prompt_tokens: int) -> PoolingUsage:
 
 
 def request_of(
-    llm: AsyncLLM,
-    call: Call,
-    prefix: str,
-    body: TruncationFields,
-    given: Input,
-    params: PoolingParams,
-    *,
-    field: str = "input",
+    llm: AsyncLLM, call: Call, prefix: str, body: TruncationFields, params: PoolingParams
 ) -> tuple[str, PoolingRequest]:
-    """Return the name of the model or adapter that a body selects, and the request for its inputs ``given``.
+    """Return the name of the model or adapter that a body selects, and the request of the body, still without inputs.
 
-    ``prefix`` is the prefix of the answer's id. ``field`` is the name of the inputs in the body. Raises RequestFailed if
-    a field is not valid.
+    ``prefix`` is the prefix of the answer's id. Raises RequestFailed if a field is not valid.
     """
     truncation = truncation_of(body)
     context = context_of(call, prefix, body)
     model = llm.inputs.check_model(context.model, context.lora)
-    inputs, fields = inputs_of(given, field=field)
-    llm.pooling.inputs.check_count(len(inputs), field=field)
     return model, PoolingRequest(
-        inputs=inputs,
-        fields=fields,
+        inputs=(),
+        fields=(),
         params=params,
         context=context,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         truncation=truncation,
+        prompt=prompt_of(llm, body) if isinstance(body, PromptFields) else None,
     )
+
+
+def prompt_of(llm: AsyncLLM, body: PromptFields) -> str | None:
+    """Return the text of the prompt that a body selects, or None if it selects none. Raises InvalidArgument."""
+    return llm.pooling.inputs.prompts.text(body.prompt_name, body.input_type)
+
+
+def with_inputs(llm: AsyncLLM, request: PoolingRequest, given: Input, *, field: str = "input") -> PoolingRequest:
+    """Return the request with the inputs ``given`` of a body. ``field`` is the name of the inputs in the body. Raises
+    InvalidArgument if the inputs are not valid, or if there are none or too many.
+    """
+    inputs, fields = inputs_of(given, field=field)
+    llm.pooling.inputs.check_count(len(inputs), field=field)
+    return msgspec.structs.replace(request, inputs=inputs, fields=fields)
 
 
 async def pooled(llm: AsyncLLM, request: PoolingRequest, given: Body) -> tuple[PoolingResult, str]:

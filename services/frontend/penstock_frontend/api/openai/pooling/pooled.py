@@ -13,22 +13,20 @@ from penstock_common.types.request import PoolingParams, PoolingTask
 from penstock_frontend.api.http.endpoint import Answer, Call
 from penstock_frontend.api.http.request_body import Body
 from penstock_frontend.api.openai.body_fields import check_range, shown
-from penstock_frontend.api.openai.context import context_of
 from penstock_frontend.api.openai.pooling.fields import (
     Input,
     PoolingFields,
     PoolingUsage,
+    PromptFields,
     in_base64,
-    inputs_of,
     normalize_of,
     pooled,
     request_of,
     rows_of,
-    truncation_of,
     usage_of,
+    with_inputs,
     written,
 )
-from penstock_frontend.call_types import PoolingRequest
 from penstock_frontend.calls.generate import AsyncLLM
 from penstock_frontend.loop_yield import NUMBERS_PER_TURN, Pace
 from penstock_frontend.processing.outputs.pooling import vectors_of
@@ -40,15 +38,15 @@ _UNASKED = (PoolingTask.TOKEN_EMBED, PoolingTask.TOKEN_CLASSIFY, PoolingTask.EMB
 supports is used.
 """
 _VECTORS = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED)
-_OF_VECTORS = ("dimensions", "normalize")
+_OF_VECTORS = ("dimensions", "normalize", "prompt_name", "input_type")
 
 
-class PoolingBody(PoolingFields, kw_only=True):
+class PoolingBody(PromptFields, kw_only=True):
     """Request body of ``/pooling``. By default, ``task`` is one embedding for each token, if the model supports this
     task.
 
-    ``dimensions`` and ``normalize`` apply to embeddings. For embeddings, ``use_activation`` means the same as
-    ``normalize``.
+    ``dimensions``, ``normalize``, ``prompt_name`` and ``input_type`` apply to embeddings. For embeddings,
+    ``use_activation`` means the same as ``normalize``.
     """
 
     input: Input
@@ -58,6 +56,7 @@ class PoolingBody(PoolingFields, kw_only=True):
     normalize: bool | None = None
     embed_dtype: Literal["float32"] | None = None
     endianness: Literal["native", "little"] | None = None
+    use_activation: bool | None = None
 
 
 class Pooled(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,22 +90,12 @@ class Pooling:
     async def __call__(self, call: Call, given: Body) -> Answer:
         """Compute the results of the inputs. Raises RequestFailed if the request is refused or fails."""
         body = await given.decode(PoolingBody)
-        truncation = truncation_of(body)
         check_range("dimensions", body.dimensions, 1, _INT32_MAX)
-        context = context_of(call, "pool", body)
-        model = self._llm.inputs.check_model(context.model, context.lora)
-        inputs, fields = inputs_of(body.input)
-        self._llm.pooling.inputs.check_count(len(inputs), field="input")
+        model, request = request_of(self._llm, call, "pool", body, PoolingParams(task=PoolingTask.EMBED))
+        request = with_inputs(self._llm, request, body.input)
         # Only an engine knows which tasks the model supports.
-        await self._llm.engines.wait_until_usable(context.deadline, tenant=context.tenant)
-        request = PoolingRequest(
-            inputs=inputs,
-            fields=fields,
-            params=self._params(body),
-            context=context,
-            truncate_prompt_tokens=body.truncate_prompt_tokens,
-            truncation=truncation,
-        )
+        await self._llm.engines.wait_until_usable(request.context.deadline, tenant=request.context.tenant)
+        request = msgspec.structs.replace(request, params=self._params(body))
         result, request_id = await pooled(self._llm, request, given)
         # The JSON encoder copies a msgspec.Raw without changes.
         numbers = in_base64 if body.encoding_format == "base64" else rows_of
@@ -185,7 +174,8 @@ class Classifications:
         """Compute the classes of the inputs. Raises RequestFailed if the request is refused or fails."""
         body = await given.decode(ClassificationBody)
         params = PoolingParams(task=PoolingTask.CLASSIFY, use_activation=body.use_activation is not False)
-        model, request = request_of(self._llm, call, "classify", body, body.input, params)
+        model, request = request_of(self._llm, call, "classify", body, params)
+        request = with_inputs(self._llm, request, body.input)
         result, request_id = await pooled(self._llm, request, given)
         return ClassificationList(
             id=request_id,

@@ -34,6 +34,7 @@ class ScoreBody(PoolingFields, kw_only=True):
 
     One of these pairs of fields must be set: ``queries`` and ``documents``, ``queries`` and ``items``, ``text_1`` and
     ``text_2``, ``data_1`` and ``data_2``. The first field has one input, or as many inputs as the second field.
+    ``prompt_name`` is the name of the model's prompt for the first texts.
     """
 
     queries: Input | None = None
@@ -43,6 +44,7 @@ class ScoreBody(PoolingFields, kw_only=True):
     text_2: Input | None = None
     data_1: Input | None = None
     data_2: Input | None = None
+    prompt_name: str | None = None
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,6 +99,7 @@ class Scores:
             use_activation=body.use_activation is not False,
             truncate_prompt_tokens=body.truncate_prompt_tokens,
             truncation=truncation,
+            query_prompt=self._llm.pooling.inputs.prompts.text(body.prompt_name, None),
             context=context,
         )
         given.close()  # the call below admits the request before it does any other work
@@ -154,13 +157,17 @@ class RerankBody(PoolingFields, kw_only=True):
     ``documents`` are texts, or objects with ``text``. If ``top_n`` is null or 0, the answer has all documents. If
     ``return_documents`` is false, the answer does not have the texts of the documents.
 
-    ``texts``, ``return_text`` and ``raw_scores`` are TEI's names. With ``texts``, the answer has TEI's form.
+    ``prompt_name`` is the name of the model's prompt for the query. ``max_tokens_per_doc`` (Cohere) is the number of
+    tokens to keep at the start of each document. ``texts``, ``return_text`` and ``raw_scores`` are TEI's names. With
+    ``texts``, the answer has TEI's form.
     """
 
     query: str | DocumentBody
     documents: list[str | DocumentBody] | None = None
     top_n: int | None = None
     return_documents: bool | None = None
+    prompt_name: str | None = None
+    max_tokens_per_doc: int | None = None
     texts: list[str] | None = None
     return_text: bool | None = None
     raw_scores: bool | None = None
@@ -209,6 +216,7 @@ class Reranking:
         body = await given.decode(RerankBody)
         truncation = truncation_of(body)
         check_range("top_n", body.top_n, 0, _INT32_MAX)
+        check_range("max_tokens_per_doc", body.max_tokens_per_doc, 1, _INT32_MAX)
         context = context_of(call, "rerank", body)
         model = self._llm.inputs.check_model(context.model, context.lora)
         name, texts = _documents(body)
@@ -221,6 +229,8 @@ class Reranking:
             use_activation=body.use_activation is not False and not body.raw_scores,
             truncate_prompt_tokens=body.truncate_prompt_tokens,
             truncation=truncation,
+            query_prompt=self._llm.pooling.inputs.prompts.text(body.prompt_name, None),
+            max_document_tokens=body.max_tokens_per_doc,
             context=context,
         )
         given.close()  # the call below admits the request before it does any other work

@@ -19,12 +19,14 @@ from penstock_frontend.api.openai.pooling.fields import (
     PromptFields,
     TruncationFields,
     pooled,
+    prompt_of,
     request_of,
     rows_of,
     truncation_of,
+    with_inputs,
     written,
 )
-from penstock_frontend.call_types import PoolingRequest, ScoreRequest
+from penstock_frontend.call_types import ScoreRequest
 from penstock_frontend.calls.generate import AsyncLLM
 from penstock_frontend.calls.scoring import ScoringCalls
 from penstock_frontend.loop_yield import NUMBERS_PER_TURN, Pace
@@ -86,9 +88,8 @@ async def _vectors(
     params: PoolingParams,
     numbers: Callable[[Vectors], Any],
 ) -> list[Any]:
-    _, request = request_of(llm, call, "embd", body, body.inputs, params, field="inputs")
-    prompt = llm.pooling.inputs.prompts.text(body.prompt_name, body.input_type)
-    request = msgspec.structs.replace(request, prompt=prompt)
+    _, request = request_of(llm, call, "embd", body, params)
+    request = with_inputs(llm, request, body.inputs, field="inputs")
     result, _ = await pooled(llm, request, given)
     return list(await written(result.outputs, pace, numbers, lambda _, vectors: vectors))
 
@@ -124,9 +125,8 @@ class Predict:
     async def __call__(self, call: Call, given: Body) -> Answer:
         """Compute the classes of the inputs. Raises RequestFailed if the request is refused or fails."""
         body = await given.decode(PredictBody)
-        truncation = truncation_of(body)
-        context = context_of(call, "classify", body)
-        self._llm.inputs.check_model(context.model, context.lora)
+        params = PoolingParams(task=PoolingTask.CLASSIFY, use_activation=not body.raw_scores)
+        _, request = request_of(self._llm, call, "classify", body, params)
         many = not isinstance(body.inputs, str) and bool(body.inputs) and isinstance(body.inputs[0], list)
         entries: Sequence[Any] = body.inputs if many else [body.inputs]
         self._llm.pooling.inputs.check_count(len(entries) if body.inputs else 0, field="inputs")
@@ -136,14 +136,11 @@ class Predict:
             raise InvalidArgument(
                 "inputs has single texts and pairs of texts; send them in different requests", field="inputs"
             )
-        request = PoolingRequest(
+        request = msgspec.structs.replace(
+            request,
             inputs=[each[0] for each in texts],
             seconds=[each[1] for each in texts if len(each) > 1],
             fields=fields,
-            params=PoolingParams(task=PoolingTask.CLASSIFY, use_activation=not body.raw_scores),
-            context=context,
-            truncate_prompt_tokens=body.truncate_prompt_tokens,
-            truncation=truncation,
         )
         result, _ = await pooled(self._llm, request, given)
         classes = [self._classes(floats(vectors_of(output))) for output in result.outputs]
@@ -176,10 +173,21 @@ class SentencesBody(msgspec.Struct, frozen=True):
     sentences: list[str]
 
 
-class SimilarityBody(TruncationFields, kw_only=True):
-    """Request body of ``/similarity``."""
+class SimilarityParameters(msgspec.Struct, frozen=True):
+    """Options of ``/similarity``, which have the same meaning as the fields of the body with these names."""
+
+    truncate: bool | None = None
+    truncation_direction: str | None = None
+    prompt_name: str | None = None
+
+
+class SimilarityBody(PromptFields, kw_only=True):
+    """Request body of ``/similarity``. A prompt is added before all sentences. In TEI, the options are fields of
+    ``parameters``, which replace the fields of the body.
+    """
 
     inputs: SentencesBody
+    parameters: SimilarityParameters | None = None
 
 
 class Similarity:
@@ -192,9 +200,14 @@ class Similarity:
     async def __call__(self, call: Call, given: Body) -> Answer:
         """Compare the sentences. Raises RequestFailed if the request is refused or fails."""
         body = await given.decode(SimilarityBody)
+        options = {} if body.parameters is None else msgspec.structs.asdict(body.parameters)
+        body = msgspec.structs.replace(body, **{name: value for name, value in options.items() if value is not None})
         truncation = truncation_of(body)
         context = context_of(call, "score", body)
         self._llm.inputs.check_model(context.model, context.lora)
+        prompt = prompt_of(self._llm, body)
+        if prompt is None:
+            prompt = self._llm.pooling.inputs.prompts.default_text
         sentences = body.inputs.sentences
         self._llm.pooling.inputs.check_count(len(sentences), field="inputs.sentences")
         request = ScoreRequest(
@@ -204,6 +217,8 @@ class Similarity:
             document_fields=[f"inputs.sentences[{index}]" for index in range(len(sentences))],
             truncate_prompt_tokens=body.truncate_prompt_tokens,
             truncation=truncation,
+            query_prompt=prompt,
+            document_prompt=prompt,
             context=context,
         )
         given.close()  # the call below admits the request before it does any other work
