@@ -80,7 +80,7 @@ async def test_a_generative_reranker_gets_a_prompt_as_its_instruction(tmp_path: 
         assert prompts_of(engine) == [TOKENIZER.encode(text, add_special_tokens=False).ids]
 
 
-async def test_a_ranking_reads_only_the_first_tokens_of_documents(prompted: Path, tmp_path: Path) -> None:
+async def test_only_the_first_tokens_of_queries_and_documents_are_read(prompted: Path) -> None:
     body = {"query": "abcd", "documents": ["abcdef", "xy"], "max_tokens_per_doc": 3}
     async with serving(prompted, "score", vectors=lambda r: [0.5]) as (api, engine):
         answer = await post(api, "/v2/rerank", body)
@@ -89,28 +89,33 @@ async def test_a_ranking_reads_only_the_first_tokens_of_documents(prompted: Path
         assert [each["document"]["text"] for each in answer["results"]] == ["abcdef", "xy"]
         assert answer["usage"]["prompt_tokens"] == sum(map(len, pairs))
     async with serving(prompted, "embed", vectors=lambda r: [0.6, 0.8]) as (api, engine):
-        await post(api, "/v2/rerank", body)
+        await post(api, "/v2/rerank", {**body, "max_tokens_per_query": 0})
         assert prompts_of(engine) == [ids_of("find: abcd"), ids_of("text: abc"), ids_of("text: xy")]
+        body = {"queries": ["abcd"], "documents": ["abcdef", [5, 6, 7]]}
+        await post(api, "/score", {**body, "max_tokens_per_query": 2, "max_tokens_per_doc": 1})
+        assert prompts_of(engine) == [ids_of("find: ab"), ids_of("text: a"), [5]]
 
 
 async def test_clients_of_the_grpc_api_select_prompts(prompted: Path) -> None:
-    async with serving(prompted, "embed", vectors=lambda r: [0.6, 0.8]) as (api, engine):
-        async with AsyncClient(f"127.0.0.1:{api.server.frontend.port}") as client:
-            await client.embed(["a"])
-            await client.embed(["a"], prompt_name="query")
-            await client.embed(["a"], input_type="search_document")
-            assert prompts_of(engine) == [ids_of("topic: a"), ids_of("find: a"), ids_of("text: a")]
-            await client.score("a", ["b"])
-            await client.score("a", ["b"], prompt_name="topic")
-            texts = ["find: a", "text: b", "topic: a", "text: b"]
-            assert prompts_of(engine) == [ids_of(text) for text in texts]
-            for call, field in (
-                (client.embed(["a"], prompt_name="web"), "prompt_name"),
-                (client.embed(["a"], prompt_name="query", input_type="query"), "input_type"),
-                (client.embed([[5, 6]], prompt_name="query"), "inputs[0].token_ids.ids"),
-                (client.score([5, 6], ["b"], prompt_name="query"), "query.token_ids.ids"),
-                (client.score("a", ["b"], prompt_name="web"), "prompt_name"),
-            ):
-                with pytest.raises(InvalidArgument) as refused:
-                    await call
-                assert refused.value.field == field
+    async with (
+        serving(prompted, "embed", vectors=lambda r: [0.6, 0.8]) as (api, engine),
+        AsyncClient(f"127.0.0.1:{api.server.frontend.port}") as client,
+    ):
+        await client.embed(["a"])
+        await client.embed(["a"], prompt_name="query")
+        await client.embed(["a"], input_type="search_document")
+        assert prompts_of(engine) == [ids_of("topic: a"), ids_of("find: a"), ids_of("text: a")]
+        await client.score("a", ["b"])
+        await client.score("a", ["b"], prompt_name="topic")
+        texts = ["find: a", "text: b", "topic: a", "text: b"]
+        assert prompts_of(engine) == [ids_of(text) for text in texts]
+        for call, field in (
+            (client.embed(["a"], prompt_name="web"), "prompt_name"),
+            (client.embed(["a"], prompt_name="query", input_type="query"), "input_type"),
+            (client.embed([[5, 6]], prompt_name="query"), "inputs[0].token_ids.ids"),
+            (client.score([5, 6], ["b"], prompt_name="query"), "query.token_ids.ids"),
+            (client.score("a", ["b"], prompt_name="web"), "prompt_name"),
+        ):
+            with pytest.raises(InvalidArgument) as refused:
+                await call
+            assert refused.value.field == field

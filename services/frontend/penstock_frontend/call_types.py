@@ -336,8 +336,12 @@ class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
     """
     document_prompt: str | None = None
     """Text that an embedding model adds before each document. None means its prompt for documents."""
+    max_query_tokens: int | None = None
+    """Maximum number of tokens of each query, without prompts. Longer queries are truncated at their end. None means no
+    limit.
+    """
     max_document_tokens: int | None = None
-    """Maximum number of tokens of each document. Longer documents are truncated at their end. None means no limit."""
+    """Maximum number of tokens of each document, as for queries."""
     context: RequestContext = RequestContext()
 
 

@@ -365,7 +365,7 @@ _CONVERSATION = (
 )
 _NOT_EMBEDDINGS = POOLING + SCORES + CLASSIFY + RERANK
 _NOT_TEI = EMBEDDINGS + _NOT_EMBEDDINGS
-_NOT_RERANK = EMBEDDINGS + POOLING + SCORES + CLASSIFY + TEI
+_NOT_PAIRS = EMBEDDINGS + POOLING + CLASSIFY + TEI
 _VECTORS = EMBEDDINGS + POOLING
 _POOLING = (
     _F(("pooling_params",), "several fields in one object", _MEMBERS, structs=POOLING_ROUTES),
@@ -373,8 +373,7 @@ _POOLING = (
     _F(("chat_template",), "a different chat template", structs=POOLING_ROUTES),
     _F(("mm_processor_kwargs", "chat_template_kwargs"), "options for media and templates", structs=_NOT_EMBEDDINGS),
     _F(("instruction",), "a text before each input", structs=POOLING_ROUTES),
-    _F(("max_tokens_per_doc",), "truncation of inputs", "truncate_prompt_tokens", _NOT_RERANK),
-    _F(("max_tokens_per_query",), "truncation of inputs", "truncate_prompt_tokens", POOLING_ROUTES),
+    _F(("max_tokens_per_doc", "max_tokens_per_query"), "truncation of inputs", "truncate_prompt_tokens", _NOT_PAIRS),
     _F(
         ("prompt", "task_type"),
         "a text before each input",

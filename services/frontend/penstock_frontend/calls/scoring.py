@@ -33,12 +33,15 @@ class ScoringCalls:
         """
         self._llm.inputs.check_model(request.context.model, request.context.lora)
         reads_pairs = await self._llm.reads_pairs(request.context)
+        inputs = self._llm.pooling.inputs
+        if (longest := request.max_query_tokens) is not None:
+            queries = await inputs.shortened(request.queries, request.query_fields, longest)
+            request = msgspec.structs.replace(request, queries=queries)
         if (longest := request.max_document_tokens) is not None:
-            documents = await self._llm.pooling.inputs.shortened(request.documents, request.document_fields, longest)
+            documents = await inputs.shortened(request.documents, request.document_fields, longest)
             request = msgspec.structs.replace(request, documents=documents)
         if reads_pairs:
-            named = self._llm.pooling.inputs.prompts
-            prompt = named.default_text if request.query_prompt is None else request.query_prompt
+            prompt = inputs.prompts.default_text if request.query_prompt is None else request.query_prompt
             if self._prompts is None:
                 pairs = _pairs(request, prompt)
             else:
@@ -53,7 +56,7 @@ class ScoringCalls:
                     "is applied; remove use_activation",
                     field="use_activation",
                 )
-            result, request_id = await self._llm.run_pooling(_similarity(request, self._llm.pooling.inputs.prompts))
+            result, request_id = await self._llm.run_pooling(_similarity(request, inputs.prompts))
             scores = await self._cosines(result, len(request.queries))
         return ScoreResult(request_id=request_id, scores=scores, prompt_tokens=result.prompt_tokens)
 

@@ -83,15 +83,14 @@ class PoolingInputs:
         tokens = AS_MANY_AS_FIT if tokens is None else tokens
         return msgspec.structs.replace(request, truncate_prompt_tokens=tokens, truncation=where)
 
-    async def shortened(self, documents: Sequence[Prompt], fields: Sequence[str], longest: int) -> list[Prompt]:
-        """Return the documents, each truncated at its end to ``longest`` tokens. ``fields`` are the paths of the
-        documents. Raises InvalidArgument for a document that exceeds the limit on the prompt length.
+    async def shortened(self, texts: Sequence[Prompt], fields: Sequence[str], longest: int) -> list[Prompt]:
+        """Return texts or token ids, each truncated at its end to ``longest`` tokens. ``fields`` are their paths. Raises
+        InvalidArgument for a text that exceeds the limit on the prompt length.
         """
-        for document, field in zip(documents, fields, strict=True):
-            self._inputs.check_length(document, field=field)
-        texts = [document for document in documents if isinstance(document, str)]
-        shortened = iter(await self._tokenizer.shortened(texts, longest))
-        return [next(shortened) if isinstance(document, str) else document[:longest] for document in documents]
+        for text, field in zip(texts, fields, strict=True):
+            self._inputs.check_length(text, field=field)
+        shortened = iter(await self._tokenizer.shortened([text for text in texts if isinstance(text, str)], longest))
+        return [next(shortened) if isinstance(text, str) else text[:longest] for text in texts]
 
     async def process(
         self, request: PoolingRequest, request_id: str, limits: ModelLimits | None = None

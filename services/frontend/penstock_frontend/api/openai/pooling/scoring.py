@@ -25,16 +25,34 @@ from penstock_frontend.calls.scoring import ScoringCalls
 
 # The code below serves ``/v1/score`` and ``/score``, as in vLLM.
 
+_INT32_MAX = 2**31 - 1
 _NAMES = (("queries", "documents"), ("queries", "items"), ("text_1", "text_2"), ("data_1", "data_2"))
 """Possible names of the two fields with the first and the second texts of the pairs."""
 
 
-class ScoreBody(PoolingFields, kw_only=True):
+class PairFields(PoolingFields, kw_only=True):
+    """Fields that the bodies of ``/score`` and ``/rerank`` share.
+
+    ``prompt_name`` is the name of the model's prompt for the first texts of the pairs. ``max_tokens_per_query`` and
+    ``max_tokens_per_doc`` (Cohere, vLLM) are the numbers of tokens to keep at the start of the first and the second
+    texts; null and 0 mean all tokens.
+    """
+
+    prompt_name: str | None = None
+    max_tokens_per_query: int | None = None
+    max_tokens_per_doc: int | None = None
+
+    def check_lengths(self) -> None:
+        """Raise InvalidArgument if a number of tokens is out of range."""
+        for name in ("max_tokens_per_query", "max_tokens_per_doc"):
+            check_range(name, getattr(self, name), 0, _INT32_MAX)
+
+
+class ScoreBody(PairFields, kw_only=True):
     """Request body of ``/score``.
 
     One of these pairs of fields must be set: ``queries`` and ``documents``, ``queries`` and ``items``, ``text_1`` and
     ``text_2``, ``data_1`` and ``data_2``. The first field has one input, or as many inputs as the second field.
-    ``prompt_name`` is the name of the model's prompt for the first texts.
     """
 
     queries: Input | None = None
@@ -44,7 +62,6 @@ class ScoreBody(PoolingFields, kw_only=True):
     text_2: Input | None = None
     data_1: Input | None = None
     data_2: Input | None = None
-    prompt_name: str | None = None
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,6 +94,7 @@ class Scores:
         """Compute the scores of the pairs. Raises RequestFailed if the request is refused or fails."""
         body = await given.decode(ScoreBody)
         truncation = truncation_of(body)
+        body.check_lengths()
         context = context_of(call, "score", body)
         model = self._llm.inputs.check_model(context.model, context.lora)
         sides = _sides(body)
@@ -100,6 +118,8 @@ class Scores:
             truncate_prompt_tokens=body.truncate_prompt_tokens,
             truncation=truncation,
             query_prompt=self._llm.pooling.inputs.prompts.text(body.prompt_name, None),
+            max_query_tokens=body.max_tokens_per_query or None,
+            max_document_tokens=body.max_tokens_per_doc or None,
             context=context,
         )
         given.close()  # the call below admits the request before it does any other work
@@ -142,8 +162,6 @@ def _sides(body: ScoreBody) -> _Sides:
 
 # The code below serves ``/rerank``, ``/v1/rerank`` and ``/v2/rerank``, as in Jina and Cohere.
 
-_INT32_MAX = 2**31 - 1
-
 
 class DocumentBody(msgspec.Struct, frozen=True):
     """A document in the form of an object with the field ``text``. Other fields of the object are ignored."""
@@ -151,23 +169,19 @@ class DocumentBody(msgspec.Struct, frozen=True):
     text: str
 
 
-class RerankBody(PoolingFields, kw_only=True):
+class RerankBody(PairFields, kw_only=True):
     """Request body of ``/rerank``.
 
     ``documents`` are texts, or objects with ``text``. If ``top_n`` is null or 0, the answer has all documents. If
     ``return_documents`` is false, the answer does not have the texts of the documents.
 
-    ``prompt_name`` is the name of the model's prompt for the query. ``max_tokens_per_doc`` (Cohere) is the number of
-    tokens to keep at the start of each document. ``texts``, ``return_text`` and ``raw_scores`` are TEI's names. With
-    ``texts``, the answer has TEI's form.
+    ``texts``, ``return_text`` and ``raw_scores`` are TEI's names. With ``texts``, the answer has TEI's form.
     """
 
     query: str | DocumentBody
     documents: list[str | DocumentBody] | None = None
     top_n: int | None = None
     return_documents: bool | None = None
-    prompt_name: str | None = None
-    max_tokens_per_doc: int | None = None
     texts: list[str] | None = None
     return_text: bool | None = None
     raw_scores: bool | None = None
@@ -216,7 +230,7 @@ class Reranking:
         body = await given.decode(RerankBody)
         truncation = truncation_of(body)
         check_range("top_n", body.top_n, 0, _INT32_MAX)
-        check_range("max_tokens_per_doc", body.max_tokens_per_doc, 1, _INT32_MAX)
+        body.check_lengths()
         context = context_of(call, "rerank", body)
         model = self._llm.inputs.check_model(context.model, context.lora)
         name, texts = _documents(body)
@@ -230,7 +244,8 @@ class Reranking:
             truncate_prompt_tokens=body.truncate_prompt_tokens,
             truncation=truncation,
             query_prompt=self._llm.pooling.inputs.prompts.text(body.prompt_name, None),
-            max_document_tokens=body.max_tokens_per_doc,
+            max_query_tokens=body.max_tokens_per_query or None,
+            max_document_tokens=body.max_tokens_per_doc or None,
             context=context,
         )
         given.close()  # the call below admits the request before it does any other work
