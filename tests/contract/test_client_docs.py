@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 
 from penstock_client import Client
-from penstock_client.requests import CallOptions, ChatOptions, GenerateOptions
+from penstock_client.requests import CallOptions, ChatOptions, EmbedOptions, GenerateOptions, ScoreOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs/guides/clients").glob("*.md"))
@@ -66,7 +66,9 @@ def test_every_page_has_every_topic(page: Path) -> None:
 OPTIONS = {
     **dict.fromkeys(("generate", "stream"), GenerateOptions),
     **dict.fromkeys(("chat", "stream_chat"), ChatOptions),
-    **dict.fromkeys(("embed", "classify", "score"), CallOptions),
+    "embed": EmbedOptions,
+    "classify": CallOptions,
+    "score": ScoreOptions,
 }
 """Types of the keyword arguments that a method passes to the request."""
 
