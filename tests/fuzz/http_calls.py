@@ -111,6 +111,7 @@ SEEDS: dict[str, list[dict[str, Any]]] = {
     "/classify": [{"input": ["a", [5, 6]], "use_activation": False}],
     "/pooling": [{"input": "a", "task": "token_embed", "encoding_format": "base64"}, {"input": [[5, 6], [7]]}],
     "/embed": [{"inputs": ["a", [5, 6]], "normalize": False, "prompt_name": "query", "dimensions": 2}],
+    "/v2/embed": [{"texts": ["a", "b"], "input_type": "search_query", "embedding_types": ["float", "base64"]}],
     "/embed_all": [{"inputs": "a", "truncate": True, "truncation_direction": "Left"}],
     "/predict": [{"inputs": [["a", "b"], ["c", "d"]], "raw_scores": True}, {"inputs": "a"}],
     "/similarity": [{"inputs": {"source_sentence": "a", "sentences": ["b"]}}],

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from penstock_frontend.api.anthropic.protocol import MessagesBody
 from penstock_frontend.api.openai.chat_completions import ChatCompletionRequest
 from penstock_frontend.api.openai.completions import CompletionRequest
+from penstock_frontend.api.openai.pooling.cohere import CohereEmbedBody
 from penstock_frontend.api.openai.pooling.embeddings import EmbeddingRequest
 from penstock_frontend.api.openai.pooling.pooled import ClassificationBody, PoolingBody
 from penstock_frontend.api.openai.pooling.scoring import RerankBody, ScoreBody
@@ -38,6 +39,7 @@ CALLS: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
     "/rerank": (RerankBody, {"query": "hi", "documents": ["a", {"text": "b"}]}),
     "/classify": (ClassificationBody, {"input": "hi"}),
     "/pooling": (PoolingBody, {"input": "hi"}),
+    "/v2/embed": (CohereEmbedBody, {"texts": ["hi"]}),
     "/embed": (EmbedBody, {"inputs": "hi"}),
     "/predict": (PredictBody, {"inputs": [["hi"], ["a"]]}),
     "/similarity": (SimilarityBody, {"inputs": {"source_sentence": "hi", "sentences": ["a"]}}),

@@ -18,7 +18,7 @@ from penstock_frontend.config import LimitsConfig
 from tests.fakes.engines.fake_engine import FakeEngine
 from tests.fakes.frontends.frontend_server import failure
 from tests.fakes.frontends.openai_server import OpenAIServer, openai_server
-from tests.fakes.models.small_tokenizers import byte_level
+from tests.fakes.models.small_tokenizers import byte_level, save_model
 
 TOKENIZER = byte_level()
 LONGEST = 8
@@ -77,6 +77,22 @@ async def test_the_servers_setting_holds_where_a_request_says_nothing(
         else:
             await api.server.stub.Embed(message)
             assert list(engine.requests[-1].prompt_token_ids) == expected
+
+
+async def test_coheres_route_truncates_where_a_request_says_nothing(model: Path) -> None:
+    async with serving(model) as (api, engine):
+        response = await api.http.post("/v2/embed", json={"texts": ["a" * 20]})
+        assert response.json()["meta"]["billed_units"] == {"input_tokens": LONGEST}
+        assert list(engine.requests[-1].prompt_token_ids) == TOKENIZER.encode("a" * (LONGEST - 1)).ids
+
+
+async def test_the_tokenizers_side_holds_for_a_number_of_tokens(tmp_path: Path) -> None:
+    path = save_model(tmp_path / "model")
+    (path / "tokenizer_config.json").write_text('{"truncation_side": "left"}', encoding="utf-8")
+    async with serving(path) as (api, engine):
+        assert await embedded(api, engine, truncate_prompt_tokens=5) == IDS[-5:]
+        assert await embedded(api, engine, truncate_prompt_tokens=5, truncation_side="right") == IDS[:5]
+        assert await embedded(api, engine, truncate=True) == FIRST
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,29 @@ async def test_only_the_first_tokens_of_queries_and_documents_are_read(prompted:
         assert prompts_of(engine) == [ids_of("find: ab"), ids_of("text: a"), [5]]
 
 
+async def test_embeddings_have_the_form_of_coheres_api(prompted: Path) -> None:
+    async with serving(prompted, "embed", vectors=lambda r: [0.5, 0.25]) as (api, engine):
+        body = {"model": "model", "texts": ["abcd", "b"], "input_type": "search_query"}
+        options = {"embedding_types": ["float", "base64"], "output_dimension": 2, "max_tokens": 4}
+        answer = await post(api, "/v2/embed", {**body, **options})
+        assert [prompt[:3] for prompt in prompts_of(engine)] == [ids_of("find: abcd")[:3]] * 2
+        assert answer["embeddings"] == {"float": [[0.5, 0.25]] * 2, "base64": ["AAAAPwAAgD4="] * 2}
+        assert (answer["texts"], answer["response_type"]) == (["abcd", "b"], "embeddings_by_type")
+        assert answer["meta"] == {"api_version": {"version": "2"}, "billed_units": {"input_tokens": 8}}
+        long = {"model": "model", "texts": ["a" * 500]}
+        assert list((await post(api, "/v2/embed", {**long, "max_tokens": 9}))["embeddings"]) == ["float"]
+        for wrong, param in (
+            ({**long, "truncate": "NONE"}, "texts[0]"),
+            ({**body, "embedding_types": ["int8"]}, "embedding_types"),
+            ({**body, "images": ["data:"]}, "images"),
+            ({**body, "texts": []}, "texts"),
+            ({**body, "output_dimension": 0}, "output_dimension"),
+            ({**body, "input_type": "image"}, "input_type"),
+        ):
+            response = await api.http.post("/v2/embed", json=wrong)
+            assert (response.status_code in (400, 501), response.json()["error"]["param"]) == (True, param)
+
+
 async def test_clients_of_the_grpc_api_select_prompts(prompted: Path) -> None:
     async with (
         serving(prompted, "embed", vectors=lambda r: [0.6, 0.8]) as (api, engine),

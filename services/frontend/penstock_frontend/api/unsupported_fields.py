@@ -20,8 +20,9 @@ GENERATING = CHAT + COMPLETIONS + RESPONSES + MESSAGES
 """Structs of the request bodies that generate text. ``UnsupportedField.structs`` has names of structs."""
 SCORES, CLASSIFY, POOLING, RERANK = ("ScoreBody",), ("ClassificationBody",), ("PoolingBody",), ("RerankBody",)
 EMBEDDINGS = ("EmbeddingRequest",)
+COHERE = ("CohereEmbedBody",)
 TEI = ("EmbedBody", "EmbedAllBody", "PredictBody", "SimilarityBody")
-POOLING_ROUTES = EMBEDDINGS + POOLING + SCORES + CLASSIFY + RERANK + TEI
+POOLING_ROUTES = EMBEDDINGS + POOLING + SCORES + CLASSIFY + RERANK + COHERE + TEI
 """Structs of the request bodies for embeddings, classes and scores."""
 ROUTES: Mapping[str, str] = {
     "ChatCompletionRequest": "/v1/chat/completions",
@@ -38,6 +39,7 @@ ROUTES: Mapping[str, str] = {
     "ScoreBody": "/v1/score",
     "ClassificationBody": "/classify",
     "RerankBody": "/rerank",
+    "CohereEmbedBody": "/v2/embed",
     "EmbedBody": "/embed",
     "EmbedAllBody": "/embed_all",
     "PredictBody": "/predict",
@@ -365,7 +367,7 @@ _CONVERSATION = (
 )
 _NOT_EMBEDDINGS = POOLING + SCORES + CLASSIFY + RERANK
 _NOT_TEI = EMBEDDINGS + _NOT_EMBEDDINGS
-_NOT_PAIRS = EMBEDDINGS + POOLING + CLASSIFY + TEI
+_NOT_PAIRS = EMBEDDINGS + POOLING + CLASSIFY + COHERE + TEI
 _VECTORS = EMBEDDINGS + POOLING
 _POOLING = (
     _F(("pooling_params",), "several fields in one object", _MEMBERS, structs=POOLING_ROUTES),
@@ -389,6 +391,9 @@ _POOLING = (
     _F(("input_type",), "one of the model's own prompts before the query", "prompt_name", structs=SCORES + RERANK),
     _F(("inputs", "texts", "sentences"), "inputs under another name", "input", structs=EMBEDDINGS + POOLING + CLASSIFY),
     _F(("images",), "images as inputs", "messages", structs=EMBEDDINGS),
+    _F(("images", "inputs"), "images as inputs", "texts", structs=COHERE),
+    _F(("dimensions",), "shorter embeddings", "output_dimension", structs=COHERE),
+    _F(("encoding_format",), "a different number format", "embedding_types", COHERE, ("float",)),
     _F(("texts",), "documents under another name", "documents", structs=SCORES),
     _F(("raw_scores",), "scores without an activation", "use_activation", structs=CLASSIFY + SCORES),
     _F(("task", "late_chunking"), "an adapter of the model, or another mode", structs=EMBEDDINGS),

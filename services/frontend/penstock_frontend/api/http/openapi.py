@@ -33,6 +33,7 @@ from penstock_frontend.api.openai.models import (
     Version,
 )
 from penstock_frontend.api.openai.pooling import tei
+from penstock_frontend.api.openai.pooling.cohere import CohereEmbedBody, CohereEmbeddings
 from penstock_frontend.api.openai.pooling.embeddings import EmbeddingList, EmbeddingRequest
 from penstock_frontend.api.openai.pooling.pooled import ClassificationBody, ClassificationList, PooledList, PoolingBody
 from penstock_frontend.api.openai.pooling.scoring import RankedText, Ranking, RerankBody, ScoreBody, ScoreList
@@ -125,6 +126,9 @@ _POSTS: Mapping[str, _Operation] = {
         summary="Classify inputs", body=ClassificationBody, answer=ClassificationList, errors=_CALL
     ),
     "/pooling": _Operation(summary="Run a pooling model on inputs", body=PoolingBody, answer=PooledList, errors=_CALL),
+    "/v2/embed": _Operation(
+        summary="Compute embeddings, as in Cohere's API", body=CohereEmbedBody, answer=CohereEmbeddings, errors=_CALL
+    ),
     "/embed": _Operation(
         summary="Compute embeddings, as in TEI", body=tei.EmbedBody, answer=list[list[float]], errors=_CALL
     ),

@@ -20,6 +20,7 @@ from penstock_frontend.api.openai.chat_completions import ChatCompletions
 from penstock_frontend.api.openai.completions import Completions
 from penstock_frontend.api.openai.models import LOAD, PATHS, UNLOAD, LoraAdapters, Models, version
 from penstock_frontend.api.openai.pooling import tei
+from penstock_frontend.api.openai.pooling.cohere import CohereEmbed
 from penstock_frontend.api.openai.pooling.embeddings import Embeddings
 from penstock_frontend.api.openai.pooling.pooled import Classifications, Pooling
 from penstock_frontend.api.openai.pooling.scoring import Reranking, Scores
@@ -67,6 +68,7 @@ def routes(
         "/rerank": reranking,
         "/classify": Classifications(llm, labels=labels),
         "/pooling": Pooling(llm),
+        "/v2/embed": CohereEmbed(llm),
         "/embed": tei.Embed(llm),
         "/embed_all": tei.EmbedAll(llm),
         "/predict": tei.Predict(llm, labels=labels),

@@ -44,7 +44,8 @@ class TruncationFields(ContextFields, kw_only=True):
     """Body fields about the truncation of inputs.
 
     ``truncate_prompt_tokens`` (vLLM): maximum number of tokens of an input; -1 means the model's maximum.
-    ``truncation_side`` (vLLM) and ``truncation_direction`` (TEI): the side that is cut off; the default is ``right``.
+    ``truncation_side`` (vLLM) and ``truncation_direction`` (TEI): the side that is cut off. The default is the
+    tokenizer's side for ``truncate_prompt_tokens``, and ``right`` for the other fields.
     ``truncate``: true or false (TEI), or ``END``, ``START`` or ``NONE`` (Cohere, NIM). ``truncation``: true or false
     (Voyage).
     """
@@ -72,7 +73,9 @@ def truncation_of(body: TruncationFields) -> Truncation | None:
     side, is_cut = _agreed(body, sides), _agreed(body, cuts)
     if is_cut is False:
         return "none"
-    return side if side is not None else "end" if is_cut else None
+    # A number of tokens alone does not select a side, so the tokenizer's side applies.
+    is_switched_on = bool(body.truncation) or body.truncate not in (None, False)
+    return side if side is not None else "end" if is_switched_on else None
 
 
 def _side(name: str, value: bool | str | None) -> Truncation | None:
