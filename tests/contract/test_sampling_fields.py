@@ -62,6 +62,7 @@ VALUES: dict[str, Any] = {
     "bad_word_token_ids": ((1,), (2, 3)),
     "num_speculative_tokens": 4,
     "thinking_token_budget": 6,
+    "logprob_token_ids": (5, 3),
 }
 """A value for each parameter that differs from the default. Add a new parameter here first."""
 NOT_OVER_HTTP = {

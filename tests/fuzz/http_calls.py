@@ -50,6 +50,7 @@ SEEDS: dict[str, list[dict[str, Any]]] = {
             "max_tokens": 2,
             "logprobs": True,
             "top_logprobs": 2,
+            "logprob_token_ids": [3, 4],
         },
         {
             "messages": [

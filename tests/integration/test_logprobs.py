@@ -8,11 +8,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, CohereConfig, GraniteConfig, OPTConfig, PretrainedConfig
 
+from penstock_common.errors import InvalidArgument
 from penstock_common.types.outputs import Logprobs
+from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.config import KernelsConfig, ModelConfig
 from penstock_enginecore.core.engine_core import EngineCore
+from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput
+from penstock_enginecore.core.validation import RequestLimits, check_sampling
 from penstock_enginecore.executor.generation import step_sampling
 from penstock_enginecore.executor.uniproc import UniprocExecutor
 from penstock_enginecore.forward.base import ForwardBatch
@@ -21,7 +25,7 @@ from penstock_enginecore.forward.dummy_inputs import Probe
 from penstock_enginecore.forward.modules import Head
 from penstock_enginecore.models.loader import load_model
 from tests.fakes.engines import in_process
-from tests.fakes.engines.in_process import build_engine, generate
+from tests.fakes.engines.in_process import answer, build_engine, generate
 from tests.fakes.models.tiny_models import ARCHITECTURES, VOCAB_SIZE, save_tiny_model, tiny_config
 from tests.fakes.patience import PATIENCE
 
@@ -209,3 +213,83 @@ def test_scoring_a_prompt_never_makes_logits_of_more_rows_than_fit(
         step_sampling.score_prompts(forward, batch, np.array([29]), [targets])
     handle.remove()
     assert rows == [1, 5, 5, 5, 5, 5, 5]
+
+
+GIVEN = (9, 3, 40)
+
+
+def check_given(model: torch.nn.Module, tokens: list[int], first: int, logprobs: Logprobs) -> None:
+    """Check that each position of ``logprobs`` has the token of ``tokens[first:]`` and the tokens ``GIVEN``."""
+    with torch.inference_mode():
+        exact = model(torch.tensor([tokens])).logits[0].float().log_softmax(dim=-1)
+    assert len(logprobs) == len(tokens) - first
+    for i, token_id in enumerate(tokens[first:]):
+        start, end = logprobs.offsets[i : i + 2]
+        assert logprobs.token_ids[start:end] == [token_id, *GIVEN]
+        row = exact[first + i - 1]
+        assert logprobs.logprobs[start:end] == pytest.approx(row[[token_id, *GIVEN]].tolist(), abs=1e-4)
+        for token, rank in zip(logprobs.token_ids[start:end], logprobs.ranks[start:end], strict=True):
+            assert int((row > row[token] + 1e-5).sum()) < rank <= int((row > row[token] - 1e-5).sum()) + 1
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [{}, {"speculative": {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}}],
+    ids=["plain", "drafts"],
+)
+def test_given_tokens_are_scored_before_masks_beside_requests_that_score_the_likeliest(
+    gemma: tuple[Path, torch.nn.Module], sections: dict[str, object]
+) -> None:
+    path, model = gemma
+    wanted = {
+        "given": {"logprob_token_ids": GIVEN},
+        "masked": {"logprob_token_ids": GIVEN, "logprobs": 0, "allowed_token_ids": (7, 8), "max_tokens": 1},
+        "ruled": {"logprob_token_ids": GIVEN, "logprobs": 3, "repetition_penalty": 3.0, "temperature": 0.8},
+        "likeliest": {"logprobs": 2},
+        "none": {},
+    }
+    prompt = PROMPTS[2] + PROMPTS[2][:9]
+    sequences = run(build_engine(path, **sections), [(name, prompt, params(**each)) for name, each in wanted.items()])
+    assert sequences["masked"][-1] in (7, 8)
+    for name in ("given", "masked", "ruled"):
+        check_given(model, sequences[name], len(prompt), Recorder.output[name])
+    check(model, sequences["likeliest"], len(prompt), Recorder.output["likeliest"], 2)
+    assert "none" not in Recorder.output
+
+
+def test_given_tokens_of_a_resumed_request_are_scored_from_the_first_new_token(
+    gemma: tuple[Path, torch.nn.Module],
+) -> None:
+    path, model = gemma
+    whole = run(build_engine(path), [("r", PROMPTS[1], params(logprob_token_ids=GIVEN))])["r"]
+    Recorder.output.clear()
+    prior = whole[len(PROMPTS[1]) :][:2]
+    moved = EngineCoreRequest(
+        request_id="m",
+        prompt_token_ids=PROMPTS[1],
+        sampling_params=params(logprob_token_ids=GIVEN),
+        prior_output_token_ids=prior,
+        attempt=1,
+    )
+    assert prior + answer(build_engine(path), [moved]).tokens["m"] == whole[len(PROMPTS[1]) :]
+    check_given(model, whole, len(PROMPTS[1]) + 2, Recorder.output["m"])
+
+
+@pytest.mark.parametrize(
+    ("values", "error"),
+    [
+        ({"logprob_token_ids": (5, VOCAB_SIZE)}, rf"logprob_token_ids\[1\] is {VOCAB_SIZE}; token ids go from 0"),
+        ({"logprob_token_ids": (5,) * 129}, "logprob_token_ids has 129 ids; the limit is 128"),
+        ({"logprob_token_ids": (5, 6), "logprobs": 3}, "logprobs is 3, but logprob_token_ids has 2 ids"),
+        ({"logprob_token_ids": (5, 6), "logprobs": -1}, "logprobs is -1, but logprob_token_ids has 2 ids"),
+    ],
+)
+def test_given_tokens_out_of_range_are_refused(
+    gemma: tuple[Path, torch.nn.Module], values: dict[str, object], error: str
+) -> None:
+    limits = RequestLimits(
+        model=ModelInfo(max_len=64, vocab_size=VOCAB_SIZE, dtype="float32"), max_model_len=64, max_logprobs=0
+    )
+    with pytest.raises(InvalidArgument, match=error):
+        check_sampling(params(**values), limits)
+    check_sampling(params(logprob_token_ids=(5,) * 128), limits)

@@ -121,6 +121,18 @@ async def test_log_probabilities_are_in_the_legacy_form(api: OpenAIServer, engin
     assert [offset for piece in pieces for offset in piece.text_offset] == found.text_offset
 
 
+async def test_log_probabilities_of_given_tokens_replace_those_of_the_likeliest(
+    api: OpenAIServer, engine: FakeEngine
+) -> None:
+    engine.script = lambda _: ids_of(" fox")
+    chosen, given = ids_of(" fox"), ids_of(" king")
+    found = (await complete(api, logprobs=2, extra={"logprob_token_ids": given})).choices[0].logprobs
+    assert found.token_logprobs == [logprob_of(token) for token in chosen]
+    assert [set(top.values()) for top in found.top_logprobs] == [
+        {logprob_of(token), *map(logprob_of, given)} for token in chosen
+    ]
+
+
 async def test_an_echoed_prompt_has_log_probabilities(api: OpenAIServer, engine: FakeEngine) -> None:
     engine.script = lambda _: ids_of(" fox")
     found = (await complete(api, "the", echo=True, logprobs=1)).choices[0].logprobs

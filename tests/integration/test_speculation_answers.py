@@ -64,6 +64,12 @@ COMPLETIONS: dict[str, dict[str, Any]] = {
     "repeats": {"temperature": 0, "repetition_detection": {"max_pattern_size": 8, "min_count": 3}},
     "drafts of its own number": {"n": 3, "num_speculative_tokens": 2},
     "regex": {"n": 3, "structured_outputs": {"regex": r"( [a-z]{2,8}){3,9}\."}, "logprobs": 1},
+    "regex, given tokens": {
+        "n": 3,
+        "structured_outputs": {"regex": r"( [a-z]{2,8}){3,9}\."},
+        "logprobs": 0,
+        "logprob_token_ids": ids_of(" the", " fox", "."),
+    },
     "everything": {
         "n": 3,
         "stop": [" the", "he w"],

@@ -95,11 +95,11 @@ def logprob_of(token: int) -> float:
     return -token / 1024  # exact as float32
 
 
-def logprobs_of(tokens: Sequence[int], count: int) -> logprobs_pb2.Logprobs:
-    """Return one position per token, with the token and the ``count`` most likely tokens."""
+def logprobs_of(tokens: Sequence[int], count: int, listed: Sequence[int] = ()) -> logprobs_pb2.Logprobs:
+    """Return one position per token, with the token and the tokens ``listed`` or the ``count`` most likely tokens."""
     message = logprobs_pb2.Logprobs(offsets=[0])
     for token in tokens:
-        for entry in (token, *range(count)):
+        for entry in (token, *(listed or range(count))):
             message.token_ids.append(entry)
             message.logprobs.append(logprob_of(entry))
             message.ranks.append(entry + 1)
@@ -557,8 +557,9 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
             output.kv_source.CopyFrom(self._source(request))
         elif message.kv_transfer_params and output.finish_reason:
             output.kv_transfer_params = json.dumps({"kept": json.loads(message.kv_transfer_params)})
-        if params.HasField("logprobs"):
-            output.new_logprobs.CopyFrom(logprobs_of(output.new_token_ids, params.logprobs))
+        if params.HasField("logprobs") or params.logprob_token_ids:
+            scored = logprobs_of(output.new_token_ids, params.logprobs, params.logprob_token_ids)
+            output.new_logprobs.CopyFrom(scored)
         if output.finish_reason:
             del self.running[request.key]
         return output

@@ -54,6 +54,7 @@ _CONSTRAINING: dict[str, Any] = {
     "length_penalty": 2.0,
     "early_stopping": True,
     "allowed_token_ids": [5, 6],
+    "logprob_token_ids": [5, 6],
     "bad_words": ["x"],
     "bad_words_ids": [[5]],
     "banned_tokens": ["x"],

@@ -21,7 +21,7 @@ class Logprobs(msgspec.Struct):
     """Log-probabilities, with the fields of ``penstock.common.v1.Logprobs`` that engines set.
 
     The entries of position i in the arrays are those from ``offsets[i]`` to ``offsets[i + 1] - 1``. The first entry is
-    the chosen token. The next entries are the most likely tokens.
+    the chosen token. The next entries are the most likely tokens, or the tokens of ``logprob_token_ids``.
 
     Attributes:
         logprobs: Natural logarithms of the raw distribution, before penalties and temperature.

@@ -14,6 +14,8 @@ MAX_SPECULATIVE_TOKENS = 32
 """Maximum number of drafted tokens of a request in a step, regardless of settings and request parameters."""
 FILTERS = "top_p, top_k or min_p"
 """Names of the parameters that exclude unlikely tokens from a draw. Error messages use this text in hints."""
+MAX_LOGPROB_TOKEN_IDS = 128
+"""Maximum number of ``SamplingParams.logprob_token_ids``, as in vLLM."""
 _MAX_PATTERN_SIZE = 1000
 """Maximum length in tokens of a repeated pattern. Engines search for patterns in every step."""
 _PATH = "sampling_params"
@@ -135,6 +137,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             choose.
         thinking_token_budget: Maximum number of reasoning tokens, without the tags; None means no limit. At the limit,
             the engine forces the token that ends the reasoning.
+        logprob_token_ids: Tokens with log-probabilities per output token, besides the chosen one and instead of the
+            most likely tokens, in this order; at most ``MAX_LOGPROB_TOKEN_IDS``. If ``logprobs`` is set too, it must be
+            0 or the number of these tokens.
     """
 
     n: int = 1
@@ -169,6 +174,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     bad_word_token_ids: tuple[tuple[int, ...], ...] = ()
     num_speculative_tokens: int | None = None
     thinking_token_budget: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether the output has log-probabilities."""
+        return self.logprobs is not None or bool(self.logprob_token_ids)
 
     @property
     def greedy(self) -> bool:
@@ -239,8 +250,21 @@ def check_values(params: SamplingParams) -> None:
         if not _LOGIT_BIAS.allow(bias):
             field = f"{_PATH}.logit_bias"
             raise InvalidArgument(f"{field} of token id {token_id} is {bias}; it must be {_LOGIT_BIAS}", field=field)
+    _check_listed_logprobs(params)
     if (detection := params.repetition_detection) is not None:
         _check_repetition(detection)
+
+
+def _check_listed_logprobs(params: SamplingParams) -> None:
+    count, field = len(params.logprob_token_ids), f"{_PATH}.logprob_token_ids"
+    if count > MAX_LOGPROB_TOKEN_IDS:
+        raise InvalidArgument(f"{field} has {count} ids; the limit is {MAX_LOGPROB_TOKEN_IDS}", field=field)
+    if count and params.logprobs not in (None, 0, count):
+        raise InvalidArgument(
+            f"{_PATH}.logprobs is {params.logprobs}, but logprob_token_ids has {count} ids, which replace the most likely "
+            f"tokens; leave logprobs out, or set it to 0 or {count}",
+            field=f"{_PATH}.logprobs",
+        )
 
 
 def _check_repetition(detection: RepetitionDetection) -> None:

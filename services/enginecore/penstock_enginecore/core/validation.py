@@ -156,7 +156,8 @@ def check_sampling(params: SamplingParams, limits: RequestLimits) -> None:
             field=_path("seed"),
         )
     _check_rules(params, limits.model.vocab_size)
-    _check_logprobs("logprobs", params.logprobs, limits)
+    if not params.logprob_token_ids:
+        _check_logprobs("logprobs", params.logprobs, limits)
     _check_logprobs("prompt_logprobs", params.prompt_logprobs, limits)
 
 
@@ -165,6 +166,7 @@ def _check_rules(params: SamplingParams, vocab_size: int) -> None:
     _check_count("logit_bias", len(params.logit_bias), "entries")
     _check_token_ids(_path("logit_bias"), list(params.logit_bias), vocab_size)
     _check_token_ids(_path("allowed_token_ids"), params.allowed_token_ids, vocab_size)
+    _check_token_ids(_path("logprob_token_ids"), params.logprob_token_ids, vocab_size)
     _check_bad_words(params, vocab_size)
 
 

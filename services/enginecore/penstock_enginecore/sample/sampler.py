@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from penstock_common.types.outputs import Logprobs
+from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.parallel.sharding import SplitVocabulary
 from penstock_enginecore.sample.base import FloatArray, SampledTokens, Sampler, SamplingInputs
 from penstock_enginecore.sample.filters import FilterInputs, draw_filtered, largest, peak, row_slices
@@ -24,9 +25,27 @@ from penstock_enginecore.sample.rules import Entries, GrammarRows, LogitRules, a
 
 
 @dataclass(frozen=True, slots=True)
+class WantedLogprobs:
+    """Tokens whose log-probabilities a request wants besides the chosen token.
+
+    Attributes:
+        count: Number of likeliest tokens; -1 means all tokens of the vocabulary. Unused if ``token_ids`` is not empty.
+        token_ids: The only tokens to report, instead of the likeliest tokens.
+    """
+
+    count: int
+    token_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> "WantedLogprobs | None":
+        """Return the tokens that a request wants for each output token, or None if it wants no log-probabilities."""
+        return cls(params.logprobs or 0, params.logprob_token_ids) if params.has_logprobs else None
+
+
+@dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """Log-probabilities on the host, as arrays ``[rows, 1 + k]``: first the chosen token, then the k likeliest tokens
-    in descending order.
+    in descending order, or k given tokens.
     """
 
     token_ids: torch.Tensor
@@ -35,13 +54,13 @@ class TokenLogprobs:
 
     @classmethod
     def unpack(cls, packed: npt.NDArray[np.int32]) -> "TokenLogprobs":
-        """Return the log-probabilities that ``pack_logprobs`` has packed."""
+        """Return the log-probabilities that ``pack_logprobs`` or ``pack_listed`` has packed."""
         token_ids, logprobs, ranks = torch.from_numpy(packed)
         return cls(token_ids.long(), logprobs.view(torch.float32), ranks)
 
     def add_to(self, logprobs: Logprobs, row: int, count: int) -> None:
-        """Append the log-probabilities of one row to ``logprobs`` as one more position, with the ``count`` likeliest
-        tokens.
+        """Append the log-probabilities of one row to ``logprobs`` as one more position, with the first ``count`` tokens
+        after the chosen token.
         """
         end = 1 + count
         logprobs.add(
@@ -66,16 +85,29 @@ def pack_logprobs(logits: torch.Tensor, chosen: torch.Tensor, count: int) -> tor
     """Return the log-probabilities that ``token_logprobs`` returns as one tensor on the device, int32 ``[3, rows, 1 +
     count]``: token ids, the bits of the log-probabilities, and ranks. The call does not wait for the device.
     """
-    parts = [_part(logits[part], chosen[part, None], count) for part in row_slices(logits)]
+    return _pack([_part(logits[part], chosen[part, None], count) for part in row_slices(logits)])
+
+
+def pack_listed(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """Return the log-probabilities of the tokens ``token_ids`` int64 ``[rows, k]`` of each row, packed as
+    ``pack_logprobs`` packs the likeliest tokens, int32 ``[3, rows, k]``. The call does not wait for the device.
+    """
+    return _pack([_part(logits[part], token_ids[part], 0) for part in row_slices(logits)])
+
+
+def _pack(parts: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> torch.Tensor:
     token_ids, logprobs, ranks = (torch.cat(columns) for columns in zip(*parts, strict=True))
     return torch.stack([token_ids.int(), logprobs.view(torch.int32), ranks.int()])
 
 
-def _part(logits: torch.Tensor, chosen: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _part(logits: torch.Tensor, named: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return token ids, log-probabilities and ranks of the tokens ``named`` ``[rows, k]`` and of the ``count``
+    likeliest tokens, ``[rows, k + count]`` each.
+    """
     logits = logits.float()
-    chosen_logits = logits.gather(1, chosen)
-    rank = (logits > chosen_logits).sum(dim=-1, keepdim=True) + 1
-    token_ids, values, ranks = chosen, chosen_logits, rank
+    token_ids, values = named, logits.gather(1, named)
+    # One comparison with all logits per token, because a comparison with all tokens needs k copies of the logits.
+    ranks = torch.stack([(logits > value[:, None]).sum(dim=-1) for value in values.unbind(1)], dim=1) + 1
     if count:
         likeliest, columns = largest(logits, count)
         token_ids = torch.cat([token_ids, columns], dim=1)

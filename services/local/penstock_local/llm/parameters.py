@@ -116,7 +116,6 @@ SAMPLING: Mapping[str, str] = {
     "no_repeat_ngram_size": "repetition_penalty, or repetition_detection to end the output",
     "top_logprobs": "logprobs",
     "num_logprobs": "logprobs",
-    "logprob_token_ids": "logprobs",
     "flat_logprobs": "nothing: log-probabilities have only one form",
     "typical_p": sampling.FILTERS,
     "logits_processors": "nothing: logit_bias, allowed_token_ids and bad_words change logits",

@@ -5,7 +5,7 @@ import torch
 
 from penstock_common.types.outputs import Logprobs
 from penstock_enginecore.sample import filters
-from penstock_enginecore.sample.sampler import token_logprobs
+from penstock_enginecore.sample.sampler import TokenLogprobs, pack_listed, token_logprobs
 
 VOCAB = 5000
 
@@ -31,6 +31,25 @@ def test_the_chosen_token_comes_first_and_the_likeliest_follow(
     for row, token_ids, ranks in zip(rows, scored.token_ids.tolist(), scored.ranks.tolist(), strict=True):
         likelier = torch.searchsorted(row.sort().values, row[token_ids], right=True)
         assert ranks == (1 + VOCAB - likelier).tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_given_tokens_have_the_same_values_as_the_chosen_and_the_likeliest(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(filters, "_CPU_SLICE", 3 * VOCAB)
+    rows = logits(4).to(dtype)
+    given = torch.randint(VOCAB, (4, 128), generator=torch.Generator().manual_seed(1))
+    given[:, 5] = given[:, 4]  # a repeated token
+    found = TokenLogprobs.unpack(pack_listed(rows, given).numpy())
+    whole = token_logprobs(rows, given[:, 0], VOCAB)
+    assert found.token_ids.tolist() == given.tolist()
+    for row in range(4):
+        everything = dict(
+            zip(whole.token_ids[row].tolist(), zip(whole.logprobs[row], whole.ranks[row], strict=True), strict=True)
+        )
+        for token, logprob, rank in zip(given[row].tolist(), found.logprobs[row], found.ranks[row], strict=True):
+            assert everything[token] == (logprob, rank)
 
 
 def test_tokens_that_tie_share_the_best_rank() -> None:

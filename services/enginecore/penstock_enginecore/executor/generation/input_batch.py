@@ -21,6 +21,7 @@ from penstock_enginecore.executor.generation.step_inputs import ExpectedTokens, 
 from penstock_enginecore.lora.adapter import ordered_by_adapter, segments_of
 from penstock_enginecore.sample.base import DrawSettings, PlainDraws, RowKinds, SamplingInputs, UniformsAhead, uniforms
 from penstock_enginecore.sample.rules import GrammarRows, LogitRules, RequestRules, join_rules
+from penstock_enginecore.sample.sampler import WantedLogprobs
 
 # Sampling settings of requests, by row of the batch.
 
@@ -175,7 +176,7 @@ class InputBatch:
         self._settings: RowSettings | None = None
         # Values by row. Rows whose requests do not use these settings have no entry.
         self._rules: dict[int, RequestRules] = {}
-        self._logprobs: dict[int, int] = {}
+        self._logprobs: dict[int, WantedLogprobs] = {}
         self._prompt_logprobs: dict[int, int] = {}
         self._loras: dict[str, bytes] = {}  # digests of LoRA adapters by request
 
@@ -329,16 +330,12 @@ class InputBatch:
             known = self._settings = RowSettings(list(request_ids), rows, draw, kinds, ahead)
         return known
 
-    def logprobs(self, request_ids: Sequence[str]) -> list[tuple[int, int]]:
-        """Return the indices of the requests that want log-probabilities, each with the number of most likely tokens to
-        report.
-
-        The number -1 means all tokens of the vocabulary.
-        """
+    def logprobs(self, request_ids: Sequence[str]) -> list[tuple[int, WantedLogprobs]]:
+        """Return the indices of the requests that want log-probabilities, each with the tokens to report."""
         if not self._logprobs:
             return []
-        counts = ((i, self._logprobs.get(self._rows[r])) for i, r in enumerate(request_ids))
-        return [(i, count) for i, count in counts if count is not None]
+        found = ((i, self._logprobs.get(self._rows[r])) for i, r in enumerate(request_ids))
+        return [(i, wanted) for i, wanted in found if wanted is not None]
 
     def prompt_targets(self, step: StepInputs) -> list[PromptTargets]:
         """Return the prompt tokens whose log-probabilities are requested and that directly follow a token that ``step``
@@ -480,8 +477,8 @@ class InputBatch:
         rules = RequestRules.create(params, known, num_prompt_tokens, self._eos_token_ids, new.reasoning_budget)
         if rules is not None:
             self._rules[row] = rules
-        if params.logprobs is not None:
-            self._logprobs[row] = params.logprobs
+        if (wanted := WantedLogprobs.of(params)) is not None:
+            self._logprobs[row] = wanted
         if params.prompt_logprobs is not None:
             self._prompt_logprobs[row] = params.prompt_logprobs
 

@@ -21,7 +21,15 @@ from penstock_enginecore.executor.generation.step_inputs import PromptTargets, S
 from penstock_enginecore.forward.base import ForwardBatch, ForwardOutput, ForwardPass, to_device
 from penstock_enginecore.forward.build import BuiltForward
 from penstock_enginecore.sample.base import LaunchedTokens, PlainDraws, TokenLauncher
-from penstock_enginecore.sample.sampler import PackLogprobs, TokenLogprobs, final_runs, pack_logprobs, token_logprobs
+from penstock_enginecore.sample.sampler import (
+    PackLogprobs,
+    TokenLogprobs,
+    WantedLogprobs,
+    final_runs,
+    pack_listed,
+    pack_logprobs,
+    token_logprobs,
+)
 from penstock_enginecore.worker.device_thread import Arrival, BeginCopy, begin_copy
 
 # Log-probabilities of a step's output.
@@ -38,15 +46,16 @@ class OutputScores:
 
     Attributes:
         logits: Logits ``[len(wanted), vocab]`` before sampling parameters are applied.
-        wanted: For each row of ``logits``, its index among the step's rows of logits, and the number of most likely
-            tokens to report.
+        wanted: For each row of ``logits``, its index among the step's rows of logits, and the tokens to report.
     """
 
     logits: torch.Tensor
-    wanted: Sequence[tuple[int, int]]
+    wanted: Sequence[tuple[int, WantedLogprobs]]
 
     @classmethod
-    def of(cls, logits: torch.Tensor, wanted: Sequence[tuple[int, int]], *, overwritten: bool) -> "OutputScores":
+    def of(
+        cls, logits: torch.Tensor, wanted: Sequence[tuple[int, WantedLogprobs]], *, overwritten: bool
+    ) -> "OutputScores":
         """Select the rows of ``logits`` that ``wanted`` names. If ``overwritten`` is true, the rows are copied, because
         the sampler overwrites its input.
         """
@@ -82,19 +91,57 @@ class OutputScores:
         if len(self.wanted) < len(token_ids):
             rows = np.array([row for row, _ in self.wanted], dtype=np.int64)
             token_ids = token_ids.index_select(0, to_device(rows, token_ids.device))
-        vocab = self.logits.shape[1]
-        counts = [_count(count, vocab) for _, count in self.wanted]
-        arrival = begin_copy(pack(self.logits, token_ids.long(), max(counts)))
+        coming = [(part, begin_copy(part.packed)) for part in self._parts(token_ids.long(), pack)]
         wanted_ids = [request_ids[row] for row, _ in self.wanted]
 
         def received() -> dict[str, Logprobs]:
-            scored = TokenLogprobs.unpack(arrival.wait())
             result: dict[str, Logprobs] = {}
-            for i, request_id in enumerate(wanted_ids):
-                scored.add_to(result.setdefault(request_id, Logprobs()), i, counts[i])
+            for part, arrival in coming:
+                scored = TokenLogprobs.unpack(arrival.wait())
+                for i, (row, count) in enumerate(zip(part.rows, part.counts, strict=True)):
+                    scored.add_to(result.setdefault(wanted_ids[row], Logprobs()), i, count)
             return result
 
         return received
+
+    def _parts(self, chosen: torch.Tensor, pack: PackLogprobs) -> list["_ScoredRows"]:
+        """Start to compute the log-probabilities: of rows that report the likeliest tokens, and of rows that report
+        given tokens. ``chosen`` is int64 ``[rows]``.
+        """
+        vocab, parts = self.logits.shape[1], []
+        listed = [i for i, (_, wanted) in enumerate(self.wanted) if wanted.token_ids]
+        counted = [i for i, (_, wanted) in enumerate(self.wanted) if not wanted.token_ids]
+        if counted:
+            logits, token_ids = self._rows(counted, chosen)
+            counts = [_count(self.wanted[i][1].count, vocab) for i in counted]
+            parts.append(_ScoredRows(counted, counts, pack(logits, token_ids, max(counts))))
+        if listed:
+            logits, token_ids = self._rows(listed, chosen)
+            counts = [len(self.wanted[i][1].token_ids) for i in listed]
+            given = np.zeros((len(listed), max(counts)), dtype=np.int64)
+            for place, i in enumerate(listed):
+                given[place, : counts[place]] = self.wanted[i][1].token_ids
+            flat = to_device(given.reshape(-1), logits.device)
+            named = torch.cat([token_ids[:, None], flat.view(given.shape)], dim=1)
+            parts.append(_ScoredRows(listed, counts, pack_listed(logits, named)))
+        return parts
+
+    def _rows(self, rows: Sequence[int], chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if len(rows) == len(self.wanted):
+            return self.logits, chosen
+        index = to_device(np.array(rows, dtype=np.int64), self.logits.device)
+        return self.logits.index_select(0, index), chosen.index_select(0, index)
+
+
+@dataclass(frozen=True, slots=True)
+class _ScoredRows:
+    """Packed log-probabilities of the wanted rows with the indices ``rows``. Row i reports ``counts[i]`` tokens after
+    the chosen token.
+    """
+
+    rows: Sequence[int]
+    counts: Sequence[int]
+    packed: torch.Tensor
 
 
 def score_prompts(

@@ -417,6 +417,7 @@ def check(body: ConversationBody) -> None:
         "return_token_ids",
         "add_special_tokens",
         "kv_transfer_params",
+        "logprob_token_ids",
     )
     sampling_fields.check(body)
     if body.n not in (None, 1):

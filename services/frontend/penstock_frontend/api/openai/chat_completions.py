@@ -256,6 +256,11 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
     mm_processor_kwargs: dict[str, Any] | None = None
     media_io_kwargs: MediaIoBody | None = None
 
+    @property
+    def num_likeliest(self) -> int | None:
+        """Number of most likely tokens to report per position, or None for no log-probabilities."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
 
 class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     """Complete answer of ``/v1/chat/completions``. ``prompt_logprobs`` and ``prompt_token_ids`` are fields of vLLM's
@@ -350,7 +355,7 @@ class _Making:
         self._prompt_token_ids = prompt_token_ids
         self._usage = UsageCount()
         self._style = ChatStyle(
-            top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            top_logprobs=sampling_fields.num_shown(body, body.num_likeliest),
             bytes_of=bytes_of,
             token_ids=bool(body.return_token_ids),
             reasoning=body.include_reasoning is not False,
@@ -444,8 +449,7 @@ def _check(body: ChatCompletionRequest) -> None:
 
 def _request(body: ChatCompletionRequest, call: Call, chosen: ChosenTools) -> ChatRequest:
     values = sampling_fields.values(body)
-    if body.logprobs:
-        values["logprobs"] = body.top_logprobs or 0
+    values |= sampling_fields.num_logprobs(body, body.num_likeliest, field="logprobs to true")
     kwargs = {**effort_kwargs(body.reasoning_effort, "reasoning_effort"), **(body.chat_template_kwargs or {})}
     return ChatRequest(
         messages=messages_of(body.messages, options_of(body.mm_processor_kwargs, body.media_io_kwargs)),

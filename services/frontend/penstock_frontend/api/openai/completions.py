@@ -412,8 +412,8 @@ def _values(body: CompletionRequest) -> dict[str, Any]:
     values = {"n": 1, "max_tokens": DEFAULT_MAX_TOKENS, **sampling_fields.values(body)}
     values["max_tokens"] = max(values["max_tokens"], 1)
     values["n"] = body.num_sequences
+    values |= sampling_fields.num_logprobs(body, body.logprobs, field="logprobs to 0")
     if body.logprobs is not None:
-        values["logprobs"] = body.logprobs
         if body.echo:
             asked = body.prompt_logprobs
             values["prompt_logprobs"] = body.logprobs if asked is None else _wider(asked, body.logprobs)

@@ -340,7 +340,7 @@ _RANGES: dict[str, tuple[float, float]] = {
 """Ranges of the values that the fields of the protobuf message can contain. The limits of the parameters themselves are
 narrower.
 """
-_LISTS = ("stop_token_ids", "allowed_token_ids", "bad_words")
+_LISTS = ("stop_token_ids", "allowed_token_ids", "bad_words", "logprob_token_ids")
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -394,6 +394,7 @@ class SamplingFields(ConstraintFields, kw_only=True):
     prompt_logprobs: int | None = None
     allowed_token_ids: list[TokenId] | None = None
     bad_words: list[str] | None = None
+    logprob_token_ids: list[TokenId] | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None
     stream_interval: int | None = None
@@ -433,6 +434,30 @@ def check(body: SamplingFields) -> None:
         raise InvalidArgument(
             "prompt_logprobs is set, but a stream does not support it; set stream to false", field="prompt_logprobs"
         )
+
+
+def num_logprobs(body: SamplingFields, asked: int | None, *, field: str) -> dict[str, int]:
+    """Return the sampling parameter ``logprobs`` for a body that asks for ``asked`` most likely tokens per position, or
+    for no log-probabilities if ``asked`` is None. ``logprob_token_ids`` replaces the most likely tokens, as in vLLM.
+
+    Raises InvalidArgument if ``logprob_token_ids`` is set, but the body's own field ``field`` asks for no
+    log-probabilities.
+    """
+    if not body.logprob_token_ids:
+        return {} if asked is None else {"logprobs": asked}
+    if asked is None:
+        raise InvalidArgument(
+            f"logprob_token_ids is set, but the request does not ask for log-probabilities; set {field}",
+            field="logprob_token_ids",
+        )
+    return {"logprobs": 0}
+
+
+def num_shown(body: SamplingFields, asked: int | None) -> int | None:
+    """Return the number of tokens besides the chosen token to show per position, -1 for all tokens that the engine
+    reports, or None for no log-probabilities. ``asked`` has the same meaning as in ``num_logprobs``.
+    """
+    return -1 if body.logprob_token_ids and asked is not None else asked
 
 
 def with_kv(call: Call, body: SamplingFields, gateway: KvGateway, *, num_sequences: int, of: str = "n") -> Call:

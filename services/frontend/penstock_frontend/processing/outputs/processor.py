@@ -42,7 +42,7 @@ class LogprobsReader:
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, num_prompt_tokens: int) -> None:
         self._tokenizer = tokenizer if params.detokenize else None
-        self._wanted = params.logprobs is not None
+        self._wanted = params.has_logprobs
         self._num_prompt_left = num_prompt_tokens - 1 if params.prompt_logprobs is not None else 0
 
     def read(self, logprobs: Logprobs | None, num_tokens: int) -> Logprobs | None:

@@ -80,6 +80,7 @@ def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
     """Raise InvalidArgument if ``params`` has a token id outside the vocabulary."""
     _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
     _check_ids("allowed_token_ids", params.allowed_token_ids, vocab_size)
+    _check_ids("logprob_token_ids", params.logprob_token_ids, vocab_size)
     _check_ids("bad_word_token_ids", [max(token_ids) for token_ids in params.bad_word_token_ids], vocab_size)
     for token_id in params.logit_bias:
         if token_id >= vocab_size:

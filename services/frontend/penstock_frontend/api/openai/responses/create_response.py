@@ -140,7 +140,7 @@ class _Making:
             begun,
             parallel_calls=begun.parallel_tool_calls,
             reasoning=body.include_reasoning is not False,
-            top_logprobs=begun.top_logprobs if body.with_logprobs else None,
+            top_logprobs=sampling_fields.num_shown(body, begun.top_logprobs if body.with_logprobs else None),
             bytes_of=llm.tokenizer.bytes_of,
             tools=tools,
         )
@@ -212,8 +212,8 @@ def _request(body: ResponseBody, call: Call, messages: Sequence[ChatMessage], ch
     # Request deltas even for a response that is not streamed, so that the response has the same items as a stream.
     own = input_items.format_constraint(body.text.format if body.text is not None else None)
     values = {**sampling_fields.values(body, own), "output_kind": OutputKind.DELTA}
-    if body.with_logprobs:
-        values["logprobs"] = body.top_logprobs or 0
+    asked = (body.top_logprobs or 0) if body.with_logprobs else None
+    values |= sampling_fields.num_logprobs(body, asked, field='include to ["message.output_text.logprobs"]')
     instructions = [ChatMessage(role="system", content=body.instructions)] if body.instructions else []
     return ChatRequest(
         messages=placed([*instructions, *messages]),
