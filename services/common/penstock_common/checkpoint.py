@@ -43,6 +43,8 @@ WITH_TOWERS = (
     "voxtral",
 )
 """Values of ``model_type`` of the supported models that accept images or audio."""
+TOKEN_RULES = {"whisper": "generation_config.json"}
+"""Files with a model's own rules for output tokens, by ``model_type``."""
 TEXT_ALONE = (
     "to serve its text model alone, use --no-media (penstock serve), media=False (LLM), or multimodal.enabled: false (engine) "
     "with media.enabled: false (frontend)"

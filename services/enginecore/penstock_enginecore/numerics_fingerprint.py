@@ -17,7 +17,7 @@ import huggingface_hub
 import huggingface_hub.errors
 import msgspec
 
-from penstock_common.checkpoint import WEIGHT_FILES, looks_like_a_path
+from penstock_common.checkpoint import TOKEN_RULES, WEIGHT_FILES, looks_like_a_path
 from penstock_common.files import MAX_INDEX_BYTES, opened_input, read_input, read_json, read_tensor_header
 from penstock_common.observability.logging import get_logger
 from penstock_enginecore.config import ModelConfig
@@ -79,6 +79,9 @@ def config_of(config: ModelConfig, loaded: Loaded) -> dict[str, str]:
         values["weights"] = "random" if config.load_format == "dummy" else _weights(folder)
         values |= _files(folder, config, pooling=loaded.task != "generate")
         model = read_json(folder / "config.json")
+        rules = folder / TOKEN_RULES.get(model.get("model_type"), "")
+        if rules.is_file():
+            values["token_rules"] = _digest(read_input(rules))
     except (OSError, ValueError) as e:
         get_logger().warning(
             "cannot read the checkpoint's files again, so the cluster treats this engine's weights "

@@ -60,6 +60,15 @@ def test_constraints_in_the_reasoning_make_a_difference(original: Path) -> None:
     assert differing(values(original), constrained) == {"enable_in_reasoning"}
 
 
+def test_rules_for_output_tokens_make_a_difference_for_the_models_that_have_them(original: Path, copy: Path) -> None:
+    (copy / "generation_config.json").write_text('{"suppress_tokens": [1]}')
+    assert differing(values(original), values(copy)) == set()
+    edit(copy, model_type="whisper")
+    before = values(copy)
+    (copy / "generation_config.json").write_text('{"suppress_tokens": [1, 2]}')
+    assert differing(before, values(copy)) == {"token_rules"}
+
+
 def test_another_kv_cache_is_another_variant(original: Path) -> None:
     exact, rounded = values(original), values(original, msgspec.structs.replace(LOADED, cache_dtype="fp8"))
     assert differing(exact, rounded) == {"cache_dtype"}

@@ -36,6 +36,7 @@ from penstock_enginecore.models.quantization.weights import StoredTensor, open_t
 from penstock_enginecore.models.recurrent_checks import check_numbers
 from penstock_enginecore.models.rope import freeze_rotary, install_query_scales, longest_sequence
 from penstock_enginecore.models.support import check_positions, check_supported, quantization_of
+from penstock_enginecore.models.whisper_rules import WhisperRules, read_whisper_rules
 
 # ``Share``: the part of a checkpoint that one of several ranks reads.
 
@@ -111,6 +112,8 @@ class LoadedModel:
     """Scales of an fp8 KV cache by attention layer name, if the checkpoint has them."""
     encoder: MediaEncoder | None = None
     """Media encoders of the checkpoint, or None for a model that reads only text."""
+    rules: WhisperRules | None = None
+    """The model's own rules for output tokens, which only Whisper has."""
 
     @property
     def hidden_size(self) -> int:
@@ -192,6 +195,7 @@ def load_model(
         eos_token_ids=_eos_token_ids(module),
         kv_scales=_kv_scales(config, hf_config),
         encoder=None if composite is None else composite.encoder(towers, weight_files(config), limit, device, dtypes),
+        rules=read_whisper_rules(config, hf_config, vocab_size),
     )
 
 

@@ -1,10 +1,10 @@
 """Rules that change the logits of single rows before sampling, including penalties, and the state of the rules of each
 request.
 
-The rules are applied in the order grammar, allowed tokens, bias, penalties, bans. Bans exclude bad words, and end
-tokens before min_tokens. Applying bans after penalties has the same effect as applying bans before penalties, because
-penalties never change a logit of minus infinity. Bans are applied last because they are undone in rows where no other
-token is left.
+The rules are applied in the order grammar, allowed tokens, bias, penalties, bans, Whisper. Bans exclude bad words, and
+end tokens before min_tokens. Applying bans after penalties has the same effect as applying bans before penalties,
+because penalties never change a logit of minus infinity. Bans are applied late because they are undone in rows where no
+other token is left. Whisper's rules are last, as in transformers, because they compare probabilities.
 """
 
 from collections import defaultdict
@@ -20,7 +20,9 @@ import numpy.typing as npt
 import torch
 
 from penstock_common.types.sampling import SamplingParams
+from penstock_enginecore.models.whisper_rules import WhisperRules
 from penstock_enginecore.sample.filters import peak
+from penstock_enginecore.sample.whisper import WhisperRequest, WhisperRows
 from penstock_enginecore.structured_output.core.reasoning import ReasoningBudget
 
 IntArray = npt.NDArray[np.int64]
@@ -155,6 +157,7 @@ class LogitRules:
         bias: Positions, and the float32 values that are added to the logits at these positions.
         penalties: Positions of logits to penalize, with their penalties.
         banned: Positions of tokens that may be chosen only if no other token is left in the row.
+        whisper: Rules of Whisper models.
     """
 
     grammar: GrammarRows | None = None
@@ -162,15 +165,17 @@ class LogitRules:
     bias: tuple[Entries, npt.NDArray[np.float32]] | None = None
     penalties: PenaltyEntries | None = None
     banned: Entries | None = None
+    whisper: WhisperRows | None = None
 
     def __bool__(self) -> bool:
-        return any(rule is not None for rule in (self.grammar, self.allowed, self.bias, self.penalties, self.banned))
+        rules = (self.grammar, self.allowed, self.bias, self.penalties, self.banned, self.whisper)
+        return any(rule is not None for rule in rules)
 
     @property
     def rows(self) -> IntArray:
         """Indices of the rows that have a rule, int64, unsorted. An index may be repeated."""
         biased = None if self.bias is None else self.bias[0]
-        rules = (self.grammar, self.allowed, biased, self.penalties, self.banned)
+        rules = (self.grammar, self.allowed, biased, self.penalties, self.banned, self.whisper)
         return np.concatenate([np.zeros(0, dtype=np.int64), *(rule.rows for rule in rules if rule is not None)])
 
 
@@ -202,6 +207,8 @@ def apply_rules(
         steps.append(((counted.rows, counted.token_ids, counted.repetition, counted.subtracted), _penalize))
     if (banned := rules.banned) is not None:
         steps.append(((banned.rows, banned.token_ids), _ban))
+    if (whisper := rules.whisper) is not None:
+        steps.append(((whisper.rows, whisper.kinds, whisper.least), whisper.apply))
     moved = iter(upload([vector for vectors, _ in steps for vector in vectors]))
     for vectors, apply in steps:
         apply(logits, *islice(moved, len(vectors)))
@@ -320,8 +327,10 @@ class RequestRules:
         num_prompt_tokens: int,
         eos_token_ids: frozenset[int],
         reasoning_budget: ReasoningBudget | None = None,
+        whisper: WhisperRequest | None = None,
     ) -> None:
         self.params = params
+        self.whisper = whisper
         self._reasoning_budget = reasoning_budget
         self._allowed = np.array(params.allowed_token_ids, dtype=np.int64)
         self.bias_token_ids = np.array(list(params.logit_bias), dtype=np.int64)
@@ -341,17 +350,21 @@ class RequestRules:
         num_prompt_tokens: int,
         eos_token_ids: frozenset[int],
         reasoning_budget: ReasoningBudget | None = None,
+        model_rules: WhisperRules | None = None,
     ) -> Self | None:
-        """Return the rules of a request, or None if the request has no rules."""
+        """Return the rules of a request, or None if the request has no rules. ``model_rules`` are those of the model."""
         listed = params.allowed_token_ids or params.logit_bias or params.bad_word_token_ids
-        if listed or params.min_tokens > 0 or has_penalties(params) or reasoning_budget is not None:
-            return cls(params, token_ids, num_prompt_tokens, eos_token_ids, reasoning_budget)
+        whisper = WhisperRequest.of(model_rules, params, token_ids[:num_prompt_tokens])
+        known = reasoning_budget is not None or whisper is not None
+        if listed or params.min_tokens > 0 or has_penalties(params) or known:
+            return cls(params, token_ids, num_prompt_tokens, eos_token_ids, reasoning_budget, whisper)
         return None
 
     @property
     def reads_output(self) -> bool:
         """Whether the rules depend on the output tokens, and not only on their number."""
-        return self.counts is not None or self._bad_words.has_sequences or self._reasoning_budget is not None
+        timed = self.whisper is not None and self.whisper.timed
+        return self.counts is not None or self._bad_words.has_sequences or self._reasoning_budget is not None or timed
 
     def behind(self, output: npt.NDArray[np.integer], num_drafts: int) -> Self:
         """Return the rules for the position after the output tokens ``output``. The last ``num_drafts`` of these tokens
@@ -409,4 +422,5 @@ def join_rules(
         else None,
         penalties=join_penalties(counted) if counted else None,
         banned=Entries.join(banned) if banned else None,
+        whisper=WhisperRows.join([(row, rules.whisper, output) for row, rules, output in by_row if rules.whisper]),
     )

@@ -19,6 +19,7 @@ from penstock_enginecore.core.scheduler.output import GrammarBitmask, NewRequest
 from penstock_enginecore.executor.generation.prompt_embeds import vector_positions
 from penstock_enginecore.executor.generation.step_inputs import ExpectedTokens, PromptTargets, StepInputs
 from penstock_enginecore.lora.adapter import ordered_by_adapter, segments_of
+from penstock_enginecore.models.whisper_rules import WhisperRules
 from penstock_enginecore.sample.base import DrawSettings, PlainDraws, RowKinds, SamplingInputs, UniformsAhead, uniforms
 from penstock_enginecore.sample.rules import GrammarRows, LogitRules, RequestRules, join_rules
 from penstock_enginecore.sample.sampler import WantedLogprobs
@@ -154,12 +155,21 @@ _NO_DRAFTS: Mapping[str, list[int]] = {}
 
 class InputBatch:
     """State of a worker's requests, one row per request. ``num_groups`` is the number of KV cache groups. Each group
-    has its own block table.
+    has its own block table. ``model_rules`` are the model's own rules for output tokens.
     """
 
-    def __init__(self, *, max_model_len: int, block_size: int, num_groups: int, eos_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        *,
+        max_model_len: int,
+        block_size: int,
+        num_groups: int,
+        eos_token_ids: frozenset[int],
+        model_rules: WhisperRules | None = None,
+    ) -> None:
         self._block_size = block_size
         self._eos_token_ids = eos_token_ids
+        self._model_rules = model_rules
         self._rows: dict[str, int] = {}
         self._free_rows: list[int] = []
         max_blocks = -(-max_model_len // block_size)
@@ -474,7 +484,9 @@ class InputBatch:
         known = self._token_ids[row, : self._num_tokens[row]]
         if vectors is not None:  # an embedding is not a token, so penalties for repeated tokens do not count it
             known, num_prompt_tokens = np.delete(known, vectors), num_prompt_tokens - len(vectors)
-        rules = RequestRules.create(params, known, num_prompt_tokens, self._eos_token_ids, new.reasoning_budget)
+        rules = RequestRules.create(
+            params, known, num_prompt_tokens, self._eos_token_ids, new.reasoning_budget, self._model_rules
+        )
         if rules is not None:
             self._rules[row] = rules
         if (wanted := WantedLogprobs.of(params)) is not None:

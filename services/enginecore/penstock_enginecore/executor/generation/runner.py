@@ -437,6 +437,7 @@ class GenerationRunner:
             block_size=config.block_size,
             num_groups=len(config.groups),
             eos_token_ids=self._model.eos_token_ids,
+            model_rules=self._model.rules,
         )
 
     def _run_dummy(self) -> None:
