@@ -363,6 +363,10 @@ fuzz-ports: setup ## Open 1000 foreign connections to every internal port under 
 fuzz-media: setup ## Send 10 000 requests with hostile media, hosts and killed decoders (7 minutes)
 	@$(BIN)/python -m tests.fuzz.run --requests $(or $(REQUESTS),10000) --seed $(or $(SEED),7) --variant $(or $(VARIANT),media) --schema-examples 0 --rate 60 --quiet 8
 
+.PHONY: fuzz-sounds
+fuzz-sounds: setup ## Decode 3000 hostile audio files in media workers (10 seconds)
+	@$(BIN)/python -m tests.fuzz.sounds $(or $(REQUESTS),3000) $(or $(SEED),7)
+
 .PHONY: fuzz-tensors
 fuzz-tensors: setup ## Send 20 000 wrong sequences of tensor chunks (3 minutes)
 	@$(BIN)/python -m tests.fuzz.tensors $(or $(REQUESTS),20000) $(or $(SEED),7)

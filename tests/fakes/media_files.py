@@ -36,6 +36,42 @@ def sound_file(
     return file.getvalue()
 
 
+_CONTAINERS = {"MP4": ("mp4", "aac"), "ALAC": ("mp4", "alac"), "WEBM": ("webm", "libopus"), "AAC": ("adts", "aac")}
+
+
+def container_file(kind: str = "MP4", seconds: float = 0.1, rate: int = 48_000, channels: int = 1) -> bytes:
+    """Return a file that PyAV encodes, with a tone of 440 Hz, the same in all channels."""
+    import av
+
+    file = BytesIO()
+    form, codec = _CONTAINERS[kind]
+    layout = {1: "mono", 2: "stereo"}[channels]
+    tone = 0.5 * np.sin(2 * np.pi * 440 * np.arange(int(seconds * rate)) / rate)
+    with av.open(file, "w", format=form) as container:
+        stream = container.add_stream(codec, rate=rate, layout=layout)
+        frame = av.AudioFrame.from_ndarray(np.tile(tone.astype(np.float32), (channels, 1)), "fltp", layout)
+        frame.sample_rate, frame.pts = rate, 0
+        resampler = av.AudioResampler(stream.format, layout, rate, stream.frame_size)
+        for piece in (*resampler.resample(frame), *resampler.resample(None), None):
+            container.mux(stream.encode(piece))
+    return file.getvalue()
+
+
+def silent_film(kind: str = "mp4") -> bytes:
+    """Return a video file without sound."""
+    import av
+
+    file = BytesIO()
+    with av.open(file, "w", format=kind) as container:
+        stream = container.add_stream("mpeg4" if kind == "mp4" else "libvpx", rate=25)
+        stream.width = stream.height = 32
+        stream.pix_fmt = "yuv420p"
+        frame = av.VideoFrame.from_ndarray(np.zeros((32, 32, 3), np.uint8))
+        container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    return file.getvalue()
+
+
 def png_bomb(width: int, height: int) -> bytes:
     """Return a PNG file of this many black pixels. The file has a thousandth of the size of the pixels."""
     squeezed = zlib.compressobj(9)

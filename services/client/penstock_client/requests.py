@@ -191,7 +191,7 @@ def image(source: Source, *, processor_kwargs: str = "") -> Media:
 
 
 def audio(source: Source, *, processor_kwargs: str = "") -> Media:
-    """Return an audio item in WAV, FLAC, Ogg or MP3 format."""
+    """Return an audio item in WAV, FLAC, Ogg, MP3, MP4 (M4A), WebM or AAC format."""
     return _media("audio", source, processor_kwargs)
 
 

@@ -226,7 +226,7 @@ _URLS: Mapping[str, tuple[str, Modality]] = {
     "video_url": ("video_url", "video"),
 }
 """Types of parts that have a URL. The values are the name of the part's field with the URL, and the modality."""
-_AUDIO_FORMATS = ("wav", "mp3", "flac", "ogg")
+_AUDIO_FORMATS = ("wav", "mp3", "flac", "ogg", "m4a", "mp4", "webm", "aac")
 _OTHER_NAMES = {"wave": "wav", "vnd.wave": "wav", "mpeg": "mp3", "mpga": "mp3", "oga": "ogg"}
 """Map from other names of audio formats to OpenAI's names. The keys are in lower case, without the prefixes ``audio/``
 and ``x-``.

@@ -7,7 +7,7 @@ import math
 import struct
 from collections.abc import Sequence
 from io import BytesIO
-from typing import overload
+from typing import NoReturn, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +16,9 @@ from PIL import Image as Pillow
 from PIL import ImageOps
 from PIL.Image import Image
 
+from penstock_frontend.processing.media.containers import ContainerFormat, open_container
 from penstock_frontend.processing.media.rgb import flattened, transparent_colour
-from penstock_frontend.processing.media.sniff import image_format, sound_format
+from penstock_frontend.processing.media.sniff import FORMATS, image_format, sound_format
 from penstock_frontend.processing.media.worker_messages import DecodeLimits, TooLarge, Unreadable
 
 # The code below resamples audio, and needs only numpy.
@@ -71,27 +72,37 @@ def _kernel(distance: npt.NDArray[np.float64], cutoff: float, half: int) -> Samp
 # The code below repairs WAV files whose header does not state the length, because the length was unknown when the
 # header was written.
 
-_UNKNOWN = (0, 0xFFFF_FFFF)
-"""Values of the size field in a WAV header which mean that the size is unknown."""
 _RIFF_HEADER = 12
 _CHUNK = struct.Struct("<4sI")
+_MOST_MISSING = 64
+"""Maximum number of bytes that a complete WAV file may lack, because some programs count the header as samples."""
+
+
+def _is_unknown(size: int) -> bool:
+    """Return whether a program writes this size into a WAV header if it does not know the size.
+
+    Programs write 0, or a value near the maximum of a signed or an unsigned number of 32 bits.
+    """
+    return size == 0 or 0x7FFF_0000 <= size <= 0x8000_0000 or size >= 0xFFFF_0000
 
 
 def with_size(data: bytes) -> bytes:
-    """Return the WAV file with the size of its samples in the header, if the header's size field is 0 or 0xFFFFFFFF.
+    """Return the WAV file with the size of its samples in the header, if the header does not state the size.
 
     All bytes after such a header count as samples, with one exception. If the size is 0, and only complete other chunks
     follow up to the end of the file, the file has no samples. Files with a valid size, and files without samples, are
-    returned unchanged.
+    returned unchanged. Raises Unreadable if the end of the samples is missing.
     """
     offset = _RIFF_HEADER
     while offset + _CHUNK.size <= len(data):
         name, size = _CHUNK.unpack_from(data, offset)
         start = offset + _CHUNK.size
         if name == b"data":
-            if size not in _UNKNOWN or (size == 0 and _are_chunks(data, start)):
-                return data
             length = len(data) - start
+            if not _is_unknown(size) and size > length + _MOST_MISSING:
+                raise Unreadable(f"is cut off: its header announces {size} bytes of samples, and {length} follow")
+            if not _is_unknown(size) or (size == 0 and _are_chunks(data, start)):
+                return data
             riff = struct.pack("<4sI", b"RIFF", len(data) - 8)
             return b"".join((riff, data[8:offset], _CHUNK.pack(name, length), memoryview(data)[start:]))
         offset = start + size + size % 2
@@ -117,6 +128,10 @@ _BLOCK = 256 * 1024
 MAX_CHANNELS = 64
 MIN_RATE, MAX_RATE = 1000, 384_000
 """Minimum and maximum of an audio file's sampling rate in Hz."""
+_CUT_OFF, _CUT_OFF_SECONDS = 1.02, 1.0
+"""A file in a container is cut off if its header announces more seconds than ``_CUT_OFF`` times the decoded seconds
+plus ``_CUT_OFF_SECONDS``. Headers of complete files are less exact than one sample.
+"""
 
 
 def open_image(data: bytes, limits: DecodeLimits) -> Image:
@@ -191,19 +206,23 @@ class VideoFrames(Sequence[Image]):
         return decode_image(open_image(self._files[index], self._limits))
 
 
-def decode_sound(data: bytes, sampling_rate: int, limits: DecodeLimits) -> npt.NDArray[np.float32]:
+def decode_sound(data: bytes, sampling_rate: int, limits: DecodeLimits) -> Samples:
     """Decode an audio file to mono samples at ``sampling_rate`` Hz.
 
-    A mono sample is the mean of all channels. Raises TooLarge if the sound exceeds a limit, and Unreadable if the file
-    cannot be read.
+    A mono sample is the mean of all channels. From files with several audio tracks, such as videos, the first audio
+    track is used. Raises TooLarge if the sound exceeds a limit, and Unreadable if the file cannot be read.
     """
     if (kind := sound_format(data)) is None:
-        raise Unreadable("is not a WAV, FLAC, Ogg or MP3 file")
+        *others, last = FORMATS["audio"]
+        raise Unreadable(f"is not a {', '.join(others)} or {last} file")
     try:
-        with soundfile.SoundFile(BytesIO(with_size(data) if kind == "WAV" else data)) as file:
-            if file.format not in _SOUND_FORMATS[kind]:
-                raise Unreadable(f"is not a {kind} file")
-            samples, rate = _read(file, limits), file.samplerate
+        if kind in ("MP4", "WEBM", "AAC"):
+            samples, rate = _from_container(data, kind, limits)
+        else:
+            with soundfile.SoundFile(BytesIO(with_size(data) if kind == "WAV" else data)) as file:
+                if file.format not in _SOUND_FORMATS[kind]:
+                    raise Unreadable(f"is not a {kind} file")
+                samples, rate = _read(file, limits), file.samplerate
     except (MemoryError, TooLarge, Unreadable):
         raise
     except Exception as e:  # decoders raise errors of many types
@@ -215,25 +234,59 @@ def decode_sound(data: bytes, sampling_rate: int, limits: DecodeLimits) -> npt.N
     return resampled(samples, rate, sampling_rate)
 
 
-def _read(file: soundfile.SoundFile, limits: DecodeLimits) -> npt.NDArray[np.float32]:
-    if not 1 <= file.channels <= MAX_CHANNELS:
-        raise Unreadable(f"has {file.channels} channels; the limit is {MAX_CHANNELS}")
-    if not MIN_RATE <= file.samplerate <= MAX_RATE:
-        raise Unreadable(f"has {file.samplerate} samples per second; it must have from {MIN_RATE} to {MAX_RATE}")
+def _read(file: soundfile.SoundFile, limits: DecodeLimits) -> Samples:
+    _check_form(file.channels, file.samplerate)
     most = int(limits.max_audio_seconds * file.samplerate)
     # libsndfile uses such large values if the number of samples is unknown
     known = file.frames if file.frames < 2**62 else 0
     _check_seconds(known, most, file.samplerate, limits)
-    blocks: list[npt.NDArray[np.float32]] = []
+    blocks: list[Samples] = []
     total = 0
     while len(block := file.read(_BLOCK // file.channels, dtype="float32", always_2d=True)):
         # check the decoded length too, because the header may be wrong
         _check_seconds(total := total + len(block), most, file.samplerate, limits)
         blocks.append(block.mean(axis=1, dtype=np.float32))
+    if file.format == "FLAC" and total < known:
+        raise _cut_off(known / file.samplerate, total / file.samplerate)
     return np.concatenate(blocks) if blocks else np.zeros(0, np.float32)
+
+
+def _from_container(data: bytes, kind: ContainerFormat, limits: DecodeLimits) -> tuple[Samples, int]:
+    """Return the mono samples and the sampling rate of a file that PyAV decodes."""
+    blocks: list[Samples] = []
+    total = rate = 0
+    with open_container(data, kind) as track:
+        if track.seconds > limits.max_audio_seconds:
+            _refuse_seconds(track.seconds, limits)
+        for block in track.blocks():
+            _check_form(block.channels, block.rate)
+            if rate not in (0, block.rate):
+                raise Unreadable(f"changes its sampling rate from {rate} to {block.rate} Hz")
+            rate = block.rate
+            total += len(block.samples)
+            _check_seconds(total, int(limits.max_audio_seconds * rate), rate, limits)
+            blocks.append(block.samples)
+    if rate and track.seconds > _CUT_OFF * total / rate + _CUT_OFF_SECONDS:
+        raise _cut_off(track.seconds, total / rate)
+    return (np.concatenate(blocks) if blocks else np.zeros(0, np.float32)), rate
+
+
+def _check_form(channels: int, rate: int) -> None:
+    if not 1 <= channels <= MAX_CHANNELS:
+        raise Unreadable(f"has {channels} channels; the limit is {MAX_CHANNELS}")
+    if not MIN_RATE <= rate <= MAX_RATE:
+        raise Unreadable(f"has {rate} samples per second; it must have from {MIN_RATE} to {MAX_RATE}")
 
 
 def _check_seconds(frames: int, most: int, rate: int, limits: DecodeLimits) -> None:
     if frames > most:
-        seconds = f"has at least {frames / rate:.1f} s of sound"
-        raise TooLarge(seconds, "media.max_audio_seconds", limits.max_audio_seconds)
+        _refuse_seconds(frames / rate, limits)
+
+
+def _refuse_seconds(seconds: float, limits: DecodeLimits) -> NoReturn:
+    what = f"has at least {seconds:.1f} s of sound"
+    raise TooLarge(what, "media.max_audio_seconds", limits.max_audio_seconds)
+
+
+def _cut_off(announced: float, found: float) -> Unreadable:
+    return Unreadable(f"is cut off: its header announces {announced:.1f} s of sound, and it has {found:.1f} s")

@@ -5,14 +5,22 @@ from typing import Literal
 from penstock_common.types.media import Modality
 
 ImageFormat = Literal["JPEG", "PNG", "WEBP", "GIF"]
-SoundFormat = Literal["WAV", "FLAC", "OGG", "MP3"]
+SoundFormat = Literal["WAV", "FLAC", "OGG", "MP3", "MP4", "WEBM", "AAC"]
 
 FORMATS: dict[Modality, tuple[str, ...]] = {
     "image": ("JPEG", "PNG", "WebP", "GIF"),
-    "audio": ("WAV", "FLAC", "Ogg", "MP3"),
+    "audio": ("WAV", "FLAC", "Ogg", "MP3", "MP4", "WebM", "AAC"),
     "video": ("JPEG", "PNG", "WebP", "GIF"),
 }
 """Names of the accepted file formats of each modality, for messages. For video, these are the formats of its frames."""
+
+
+_IMAGE_BRANDS = (b"avif", b"avis", b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1", b"crx ")
+"""Brands of image files that have the structure of MP4 files."""
+_EBML = b"\x1aE\xdf\xa3"
+_DOC_TYPES = (b"webm", b"matroska")
+_DOC_TYPE_END = 64
+"""Number of bytes at the start of a WebM file in which the file's type must be."""
 
 
 def image_format(data: bytes) -> ImageFormat | None:
@@ -27,14 +35,32 @@ def image_format(data: bytes) -> ImageFormat | None:
 
 
 def sound_format(data: bytes) -> SoundFormat | None:
-    """Return libsndfile's name of the format of an audio file. Return None if the format is not accepted."""
+    """Return the name of the format of an audio file. Return None if the format is not accepted.
+
+    ``MP4`` stands for all files with the structure of MP4, such as M4A and QuickTime, ``WEBM`` also for Matroska, and
+    ``AAC`` for AAC without a container (ADTS).
+    """
     if data[:4] == b"RIFF" and data[8:12] == b"WAVE":
         return "WAV"
     if data.startswith(b"fLaC"):
         return "FLAC"
     if data.startswith(b"OggS"):
         return "OGG"
+    if data[4:8] == b"ftyp" and data[8:12] not in _IMAGE_BRANDS:
+        return "MP4"
+    if data.startswith(_EBML) and any(word in data[:_DOC_TYPE_END] for word in _DOC_TYPES):
+        return "WEBM"
+    if _is_aac_frame(data):
+        return "AAC"
     return "MP3" if data.startswith(b"ID3") or _is_mp3_frame(data) else None
+
+
+def _is_aac_frame(data: bytes) -> bool:
+    """Return whether the data begin with the header of an ADTS frame.
+
+    The header has 12 set bits, layer 0, and a known sampling rate.
+    """
+    return len(data) >= 4 and data[0] == 0xFF and data[1] & 0xF6 == 0xF0 and data[2] >> 2 & 15 < 13
 
 
 def _is_mp3_frame(data: bytes) -> bool:

@@ -161,12 +161,12 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
     (
         {"type": "input_audio", "input_audio": {"data": "UklG", "format": "pcm16"}},
         "input_audio.format",
-        "is 'pcm16'; known: wav, mp3, flac, ogg",
+        "is 'pcm16'; known: wav, mp3, flac, ogg, m4a, mp4, webm, aac",
     ),
     (
         {"type": "input_audio", "input_audio": {"data": "UklG", "format": "wav;base64,AAAA"}},
         "input_audio.format",
-        "known: wav, mp3, flac, ogg",
+        "known: wav, mp3, flac, ogg, m4a, mp4, webm, aac",
     ),
     ({"type": "input_audio", "input_audio": "UklG"}, "input_audio", "is a string; it must be an object or null"),
     ({"type": "video_url", "video_url": URL}, "video_url", "this server reads no video files"),

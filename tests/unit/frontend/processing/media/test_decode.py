@@ -225,7 +225,7 @@ def test_a_header_that_says_nothing_of_the_length_does_not_help() -> None:
 
 @pytest.mark.parametrize("kind", ["AIFF", "AU", "CAF", "W64", "RF64"])
 def test_other_sounds_are_not_opened(kind: str) -> None:
-    with pytest.raises(Unreadable, match="not a WAV, FLAC, Ogg or MP3"):
+    with pytest.raises(Unreadable, match="not a WAV, FLAC, Ogg, MP3, MP4, WebM or AAC file"):
         decode_sound(sound_file(kind), 16_000, LIMITS)
 
 
