@@ -36,6 +36,7 @@ class IgnoredField(NamedTuple):
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 MESSAGES, EMBEDDINGS, POOLING, RERANK = "/v1/messages", "/v1/embeddings", "/pooling", "/rerank"
+TRANSCRIPTIONS, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
 SCORES, CLASSIFY, LORA = "/v1/score", "/classify", "/v1/unload_lora_adapter"
 BATCH = "penstock batch, a line"
 INFERENCE, VLLM = "gRPC penstock.inference.v1", "gRPC vllm.grpc.engine"
@@ -114,11 +115,21 @@ def _hints(protocol: str, structs: tuple[str, ...]) -> tuple[IgnoredField, ...]:
     return tuple(IgnoredField(protocol, "", name, example, why, structs) for name, example, why in _HINTS)
 
 
+def _of_speech(protocol: str, struct: str) -> tuple[IgnoredField, ...]:
+    """Return the fields that clients may send with an audio file."""
+    return (
+        IgnoredField(protocol, "", "user", "u1", _LABEL, (struct,)),
+        IgnoredField(protocol, "", "stream_include_usage", True, "the last event always has the usage", (struct,)),
+    )
+
+
 IGNORED: tuple[IgnoredField, ...] = (
     *_hints(CHAT, _CHAT),
     *_hints(COMPLETIONS, ("CompletionRequest",)),
     *_hints(RESPONSES, _RESPONSE),
     *_hints(MESSAGES, _MESSAGES),
+    *_of_speech(TRANSCRIPTIONS, "TranscriptionBody"),
+    *_of_speech(TRANSLATIONS, "TranslationBody"),
     IgnoredField(COMPLETIONS, "", "safety_identifier", "u1", _LABEL, ("CompletionRequest",)),
     IgnoredField(COMPLETIONS, "", "prompt_cache_key", "k", _CACHED, ("CompletionRequest",)),
     IgnoredField(MESSAGES, "", "user", "u1", _LABEL, _MESSAGES),

@@ -22,6 +22,9 @@ SCORES, CLASSIFY, POOLING, RERANK = ("ScoreBody",), ("ClassificationBody",), ("P
 EMBEDDINGS = ("EmbeddingRequest",)
 COHERE = ("CohereEmbedBody",)
 TEI = ("EmbedBody", "EmbedAllBody", "PredictBody", "SimilarityBody")
+TRANSCRIPTIONS, TRANSLATIONS = ("TranscriptionBody",), ("TranslationBody",)
+SPEECH = TRANSCRIPTIONS + TRANSLATIONS
+"""Structs of the forms with an audio file."""
 POOLING_ROUTES = EMBEDDINGS + POOLING + SCORES + CLASSIFY + RERANK + COHERE + TEI
 """Structs of the request bodies for embeddings, classes and scores."""
 ROUTES: Mapping[str, str] = {
@@ -44,6 +47,8 @@ ROUTES: Mapping[str, str] = {
     "EmbedAllBody": "/embed_all",
     "PredictBody": "/predict",
     "SimilarityBody": "/similarity",
+    "TranscriptionBody": "/v1/audio/transcriptions",
+    "TranslationBody": "/v1/audio/translations",
 }
 """Map from structs to the public names of the objects that the structs represent."""
 
@@ -104,6 +109,8 @@ _MEMBERS = "its members as fields of the body"
 _NOT_CHAT = COMPLETIONS + RESPONSES + MESSAGES
 _NOT_COMPLETIONS = CHAT + RESPONSES + MESSAGES
 _NOT_RESPONSES = CHAT + COMPLETIONS + MESSAGES
+
+_SPEECH_SAMPLING = "sampling parameters other than temperature and seed"
 
 _SAMPLING = (
     _F(("typical_p", "typical", "tfs_z", "tfs"), _CUT, FILTERS, neutral=(1,)),
@@ -428,6 +435,40 @@ _POOLING = (
     _F(("max_chunks_per_doc",), "documents in parts", structs=RERANK),
     _F(("return_embeddings",), "embeddings of documents", "/v1/embeddings", structs=RERANK),
 )
+_SPEECH = (
+    _F(("include",), "log-probabilities of tokens", "response_format=verbose_json, which has avg_logprob", SPEECH),
+    _F(("chunking_strategy",), "a different division of long audio", structs=SPEECH, neutral=("auto",)),
+    _F(("known_speaker_names", "known_speaker_references", "diarize"), "names of speakers", structs=SPEECH),
+    _F(("keywords", "hotwords", "initial_prompt"), "words that are likely in the text", "prompt", SPEECH),
+    _F(("languages",), "several possible languages", "language", SPEECH),
+    _F(("to_language",), "a translation to another language", structs=SPEECH, neutral=("en", "english")),
+    _F(("word_timestamps",), "words with timestamps", "timestamp_granularities", TRANSCRIPTIONS),
+    _F(
+        ("timestamp_granularities", "word_timestamps"),
+        "words with timestamps",
+        "/v1/audio/transcriptions",
+        TRANSLATIONS,
+        neutral=(["segment"],),
+    ),
+    _F(("vad_filter", "vad_parameters"), "a different detection of silence", structs=SPEECH),
+    _F(
+        ("no_speech_threshold", "compression_ratio_threshold", "logprob_threshold", "log_prob_threshold"),
+        "different limits for plausible text",
+        structs=SPEECH,
+        strict=True,
+    ),
+    _F(("condition_on_previous_text",), "the text of earlier windows as a prompt", structs=SPEECH),
+    _F(("stream_continuous_usage_stats",), "usage in each event", structs=SPEECH),
+    _F(
+        ("n", "best_of", "top_p", "repetition_penalty", "length_penalty"),
+        _SPEECH_SAMPLING,
+        structs=SPEECH,
+        neutral=(1,),
+    ),
+    _F(("use_beam_search", "beam_size", "patience"), _SPEECH_SAMPLING, structs=SPEECH, neutral=(1,)),
+    _F(("top_k", "min_p", "presence_penalty", "frequency_penalty"), _SPEECH_SAMPLING, structs=SPEECH, neutral=(-1,)),
+    _F(("max_tokens", "max_completion_tokens"), "a limit on the length of the text", structs=SPEECH),
+)
 UNSUPPORTED: tuple[UnsupportedField, ...] = (
     *_SAMPLING,
     *_OUTPUT,
@@ -436,6 +477,7 @@ UNSUPPORTED: tuple[UnsupportedField, ...] = (
     *_TOOLS,
     *_CONVERSATION,
     *_POOLING,
+    *_SPEECH,
 )
 
 

@@ -43,6 +43,7 @@ from penstock_frontend.processing.prompts.input import InputProcessor
 from penstock_frontend.processing.prompts.named_prompts import load_prompts
 from penstock_frontend.processing.prompts.pooling import PoolingInputs, load_labels
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer, load_model_files, read_json, resolve
+from penstock_frontend.speech.types import Speech
 
 E = TypeVar("E", bound=EngineClient)
 
@@ -76,6 +77,8 @@ class Assembly(NamedTuple, Generic[E]):
     """Service that processes media. The caller must close it after the last request. None for a text-only model."""
     warnings: WarningLog
     """Log of the warnings about the calls of all protocols."""
+    speech: Speech | None
+    """Component that transcribes audio files. None if the model does not transcribe."""
 
 
 class AssemblyConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -185,6 +188,7 @@ def assemble(
         scoring=ScoringCalls(llm, None if options is None else PairPrompts(renderer, options)),
         media=service,
         warnings=WarningLog(metrics.registry),
+        speech=None,
     )
 
 

@@ -34,7 +34,8 @@ class OpenAICalls:
         llm, chat, limits = assembly.llm, assembly.chat, assembly.settings.limits
         gate = Gate(http, assembly.settings.fairness, llm.refused)
         bodies = Bodies(http, warnings=assembly.warnings)
-        routes = app.routes(llm, chat, config, limits, assembly.labels, assembly.scoring, gate=gate, bodies=bodies)
+        labels, scoring, speech = assembly.labels, assembly.scoring, assembly.speech
+        routes = app.routes(llm, chat, config, limits, labels, scoring, speech, gate=gate, bodies=bodies)
         self._apps: Mapping[str, ASGIApp] = {
             route.path: route.app for route in routes if route.methods and "POST" in route.methods
         }

@@ -222,7 +222,9 @@ class Servers:
         bodies = Bodies(config.http, assembly.metrics.registry, assembly.warnings)
         limits = assembly.settings.limits
         return [
-            *openai.routes(llm, chat, config, limits, assembly.labels, assembly.scoring, gate=gate, bodies=bodies),
+            *openai.routes(
+                llm, chat, config, limits, assembly.labels, assembly.scoring, assembly.speech, gate=gate, bodies=bodies
+            ),
             *anthropic.routes(llm, chat, gate=gate, bodies=bodies),
         ]
 

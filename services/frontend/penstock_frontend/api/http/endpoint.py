@@ -139,7 +139,7 @@ class Endpoint:
         echo = id_headers(headers)
         request_id = echo[REQUEST_ID]
         try:
-            with self._bodies.open(client_of(scope)) as body:
+            with self._bodies.open(client_of(scope), headers.get("content-type", "")) as body:
                 await body.read(receive, _announced(headers), headers.get("content-encoding", ""))
                 with self._gate.open(tenant_of_call(headers)):
                     await _unless_gone(self._answer(headers, scope, request_id, body, send, echo), receive)

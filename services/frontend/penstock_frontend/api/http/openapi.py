@@ -19,7 +19,15 @@ from penstock_frontend.api.anthropic.protocol import (
     TokenCount,
 )
 from penstock_frontend.api.http.endpoint import PLAIN_TEXT
+from penstock_frontend.api.http.form_data import MEDIA_TYPE, file_fields
 from penstock_frontend.api.http.page import ClusterState
+from penstock_frontend.api.openai.audio.answers import (
+    TextDeltaEvent,
+    TextDoneEvent,
+    TranscribedText,
+    VerboseTranscription,
+)
+from penstock_frontend.api.openai.audio.transcriptions import TranscriptionBody, TranslationBody
 from penstock_frontend.api.openai.chat_completions import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
 from penstock_frontend.api.openai.completions import Completion, CompletionRequest
 from penstock_frontend.api.openai.errors import ErrorBody
@@ -50,6 +58,7 @@ _ERRORS = {
     "404": "The model does not exist.",
     "408": "The body did not arrive within http.body_timeout.",
     "413": "The body is larger than http.max_body_bytes.",
+    "415": "The body has a type or an encoding that is not supported.",
     "429": "A limit on requests in flight is reached.",
     "529": "No engine accepts requests.",
     "503": "No engine accepts requests.",
@@ -61,23 +70,27 @@ _UNTYPED = {"default": None}
 
 
 class _Operation(msgspec.Struct, frozen=True, kw_only=True):
-    """One method of one path. ``answer`` is a struct or the type of a list. ``chunk`` is the type of a streamed chunk.
-    ``text`` is the media type of an answer that is not JSON.
+    """One method of one path. ``answer`` is a struct or the type of a list. ``other`` is another struct that the answer may
+    be. ``chunk`` is the type of a streamed chunk. ``text`` is the media type of an answer that is not JSON, or that can
+    also be text. ``is_form`` tells whether the body is a form with files instead of JSON.
     """
 
     summary: str
     body: type | None = None
     answer: Any = None
+    other: type | None = None
     chunk: type | None = None
     text: str = ""
     errors: tuple[str, ...] = ()
     error: type = ErrorBody
+    is_form: bool = False
 
 
 _CALL = ("400", "404", "408", "413", "429", "503", "504")
 _MESSAGE_CALL = ("400", "404", "408", "413", "429", "504", "529")
 _OPERATION = ("400", "401", "403", "404", "408", "413", "429", "503")
 _LOOK = ("400", "408", "413", "429")
+_FORM_CALL = (*_CALL, "415")
 _SCORE = _Operation(summary="Score pairs of texts", body=ScoreBody, answer=ScoreList, errors=_CALL)
 _RERANK = _Operation(
     summary="Rank documents by relevance", body=RerankBody, answer=Ranking | list[RankedText], errors=_CALL
@@ -116,6 +129,26 @@ _POSTS: Mapping[str, _Operation] = {
     ),
     "/v1/embeddings": _Operation(
         summary="Compute embeddings of inputs", body=EmbeddingRequest, answer=EmbeddingList, errors=_CALL
+    ),
+    "/v1/audio/transcriptions": _Operation(
+        summary="Transcribe an audio file",
+        body=TranscriptionBody,
+        answer=TranscribedText,
+        other=VerboseTranscription,
+        chunk=TextDeltaEvent,
+        text=PLAIN_TEXT,
+        errors=_FORM_CALL,
+        is_form=True,
+    ),
+    "/v1/audio/translations": _Operation(
+        summary="Translate the speech of an audio file to English",
+        body=TranslationBody,
+        answer=TranscribedText,
+        other=VerboseTranscription,
+        chunk=TextDeltaEvent,
+        text=PLAIN_TEXT,
+        errors=_FORM_CALL,
+        is_form=True,
     ),
     "/v1/score": _SCORE,
     "/score": _SCORE,
@@ -216,10 +249,14 @@ def route(routes: list[Route]) -> Route:
 
 def _operation(path: str, each: _Operation) -> dict[str, Any]:
     schema: dict[str, Any] = {"type": "string"} if each.text.startswith("text/") else {}
-    content = {each.text: {"schema": schema}} if each.text else {"application/json": {"schema": _answer(each.answer)}}
+    content = {each.text: {"schema": schema}} if each.text else {}
+    if each.answer is not None or not each.text:
+        answer = _answer(each.answer)
+        content["application/json"] = {"schema": {"anyOf": [answer, _ref(each.other)]} if each.other else answer}
     if each.chunk is not None:
-        # Each event is a chunk as JSON, or an error. The last event is the text [DONE].
-        about = f"An event; its data is a {each.chunk.__name__}, the last one's [DONE]."
+        # Each event is a chunk as JSON, or an error.
+        last = f"a {TextDoneEvent.__name__}" if each.is_form else "[DONE]"
+        about = f"An event; its data is a {each.chunk.__name__}, the last one's {last}."
         event: dict[str, Any] = {"type": "object", "description": about, "properties": {"data": {"type": "string"}}}
         content["text/event-stream"] = {"schema": event}
     errors = {"application/json": {"schema": _ref(each.error)}} if each.text != "text/plain" else content
@@ -229,7 +266,7 @@ def _operation(path: str, each: _Operation) -> dict[str, Any]:
         "responses": {"200": {"description": each.summary + ".", "content": content}, **responses},
     }
     if each.body is not None:
-        body = {"application/json": {"schema": _ref(each.body)}}
+        body = {MEDIA_TYPE if each.is_form else "application/json": {"schema": _ref(each.body)}}
         described["requestBody"] = {"required": True, "content": body}
     if names := _PARAMETER.findall(path):
         string = {"type": "string"}
@@ -250,14 +287,18 @@ def _ref(kind: type | None) -> dict[str, str]:
 
 
 def _schemas() -> dict[str, Any]:
-    kinds: list[Any] = [ErrorBody, MessagesError, ResponseFormat]
+    kinds: list[Any] = [ErrorBody, MessagesError, ResponseFormat, TextDoneEvent]
     for each in (operation for operations in _METHODS.values() for operation in operations.values()):
-        kinds += [kind for kind in (each.body, each.answer, each.chunk) if kind is not None]
+        kinds += [kind for kind in (each.body, each.answer, each.other, each.chunk) if kind is not None]
     _, schemas = msgspec.json.schema_components(list(dict.fromkeys(kinds)), ref_template=_REF)
     for each in _POSTS.values():
         properties = schemas[each.body.__name__]["properties"] if each.body is not None else {}
         for name in [name for name, schema in properties.items() if schema == _UNTYPED]:
             del properties[name]
+    for each in _POSTS.values():
+        if each.is_form and each.body is not None:
+            for name in file_fields(each.body):
+                schemas[each.body.__name__]["properties"][name] = {"type": "string", "format": "binary"}
     for kind in (CompletionRequest, ChatCompletionRequest, ResponseBody):
         properties = schemas[kind.__name__]["properties"]
         properties["response_format"] = {"anyOf": [_ref(ResponseFormat), {"type": "null"}]}

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from starlette.types import Receive
 
 from penstock_common.errors import InvalidArgument, ResourceExhausted
+from penstock_frontend.api.http.form_data import FormReader, as_json, converted, file_fields, values_of
 from penstock_frontend.api.openai.body_fields import decode
 from penstock_frontend.api.openai.errors import HttpError
 from penstock_frontend.api.openai.unknown_fields import FieldPolicy
@@ -287,6 +288,9 @@ def _may_exceed(text: bytes, max_values: int, max_objects: int) -> bool:
 _LARGE = 1024 * 1024
 """Size in bytes from which on a body is converted in a thread."""
 
+_PARTS_PER_TURN = 64
+"""Number of received parts of a form that are parsed in one iteration of the event loop. A part has at most 64 KiB."""
+
 T = TypeVar("T")
 
 
@@ -316,11 +320,11 @@ class Bodies:
         self.in_flight = InFlight()
         self._reading: dict[Body, None] = {}  # the oldest body comes first
 
-    def open(self, client: str) -> "Body":
+    def open(self, client: str, content_type: str = "") -> "Body":
         """Return the body of a new call, for use in a ``with`` block. ``client`` is the name of the caller, from
-        ``client_of``.
+        ``client_of``. ``content_type`` is the header of the request, which only forms need.
         """
-        return Body(self, client)
+        return Body(self, client, content_type)
 
     def begin(self, body: "Body") -> None:
         """Record that the reading of a body has begun."""
@@ -346,14 +350,15 @@ class Bodies:
 class Body:
     """Body of one call, used as ``with bodies.open(client) as body``.
 
-    The handler calls ``read`` and ``decode``, and then ``close`` once the call is admitted. The bytes of the body,
-    including its decoded form, count towards the limit until ``close``. Leaving the ``with`` block also closes the
-    body.
+    The handler calls ``read``, then ``decode`` or ``decode_form``, and then ``close`` once the call is admitted. The bytes
+    of the body, including its decoded form, count towards the limit until ``close``. Leaving the ``with`` block also
+    closes the body.
     """
 
-    def __init__(self, bodies: Bodies, client: str) -> None:
+    def __init__(self, bodies: Bodies, client: str, content_type: str = "") -> None:
         self.size = 0
         self._client = client
+        self._content_type = content_type
         self._bodies = bodies
         self._parts: list[bytes] = []
         self._read = False
@@ -425,6 +430,28 @@ class Body:
         await check_json_size(data, max_values=config.max_body_values, max_objects=config.max_body_objects)
         body = decode(data, kind)
         await self._bodies.policy.check(data, kind, self._client)
+        return body
+
+    async def decode_form(self, kind: type[T]) -> T:
+        """Decode the body to a struct, if the body has the type multipart/form-data, and free the bytes of the body.
+
+        The fields of the struct with the type bytes are files. All other values of the form are texts, which are
+        converted to the types of the fields. Fields without text count as not set.
+
+        Raises:
+            InvalidArgument: the form or a field is not valid.
+            HttpError: with status 415 if the body has another type.
+        """
+        reader = FormReader(self._content_type, file_fields(kind))
+        parts, self._parts = self._parts, []
+        parts.reverse()
+        while parts:
+            for _ in range(min(len(parts), _PARTS_PER_TURN)):
+                reader.feed(parts.pop())
+            await asyncio.sleep(0)
+        values = values_of(reader.finish(), kind)
+        body = converted(values, kind)
+        await self._bodies.policy.check(as_json(values, kind), kind, self._client)
         return body
 
     async def converted(self, convert: Callable[[], T]) -> T:

@@ -122,12 +122,13 @@ class EventStream:
             await send({"type": "http.response.body", "body": b""})
 
 
-def _event(chunk: msgspec.Struct) -> bytes:
+def data_event(chunk: msgspec.Struct) -> bytes:
     """Return the event with a chunk. The event is one line, because JSON contains no line breaks outside of escapes."""
     return b"data: %b\n\n" % _ENCODER.encode(chunk)
 
 
-def _failure(error: Exception, request_id: str) -> bytes:
+def data_failure(error: Exception, request_id: str) -> bytes:
+    """Return the event with an error."""
     return b"data: %b\n\n" % errors.answer(error, request_id).body
 
 
@@ -137,7 +138,7 @@ def named(chunk: msgspec.Struct) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), _ENCODER.encode(chunk))
 
 
-CHUNKS = StreamForm(_event, _failure, DONE)
+CHUNKS = StreamForm(data_event, data_failure, DONE)
 """Event format of completions: events without names."""
 
 

@@ -16,6 +16,7 @@ from penstock_frontend.api.anthropic.models import AnthropicModels
 from penstock_frontend.api.http.endpoint import REQUEST_ID, Endpoint, Gate, Handler, id_headers
 from penstock_frontend.api.http.request_body import Bodies
 from penstock_frontend.api.openai import errors
+from penstock_frontend.api.openai.audio.transcriptions import Transcriptions
 from penstock_frontend.api.openai.chat_completions import ChatCompletions
 from penstock_frontend.api.openai.completions import Completions
 from penstock_frontend.api.openai.models import LOAD, PATHS, UNLOAD, LoraAdapters, Models, version
@@ -31,6 +32,7 @@ from penstock_frontend.calls.chat import ChatCalls
 from penstock_frontend.calls.generate import AsyncLLM
 from penstock_frontend.calls.scoring import ScoringCalls
 from penstock_frontend.config import FrontendConfig, LimitsConfig
+from penstock_frontend.speech.types import Speech
 
 _RESPONSE = "/v1/responses/{response_id}"
 
@@ -42,25 +44,30 @@ def routes(
     limits: Reread[LimitsConfig],
     labels: Sequence[str],
     scoring: ScoringCalls,
+    speech: Speech | None,
     *,
     gate: Gate,
     bodies: Bodies,
 ) -> Sequence[Route]:
     """Return all routes of the OpenAI API.
 
-    ``labels`` are the names of the model's classes, in the order of the class indices. All calls of the listener share
+    ``labels`` are the names of the model's classes, in the order of the class indices. ``speech`` is None if the model
+    does not transcribe. All calls of the listener share
     ``gate`` and ``bodies``.
     """
     models, tokenization = Models(llm, config.model), Tokenization(llm, chat)
     scores, reranking = Scores(llm, scoring), Reranking(llm, scoring)
     store = ResponseStore(config.http.responses)
     stored = StoredResponses(store)
+    audio = Transcriptions(llm, speech)
     posts: dict[str, Handler] = {
         "/v1/responses": ResponseCreation(llm, chat, store),
         f"{_RESPONSE}/cancel": stored.cancel,
         "/v1/completions": Completions(llm, limits=limits),
         "/v1/chat/completions": ChatCompletions(llm, chat),
         "/v1/embeddings": Embeddings(llm, chat),
+        "/v1/audio/transcriptions": audio.transcribe,
+        "/v1/audio/translations": audio.translate,
         "/v1/score": scores,
         "/score": scores,
         "/v1/rerank": reranking,
