@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from tests.fuzz import values
 from tests.fuzz.blame import Blame
+from tests.fuzz.form_calls import make_form
 from tests.fuzz.rpc_calls import TIMEOUT, End
 from tests.fuzz.seeds import MODEL, SCHEMA
 
@@ -227,6 +228,10 @@ def make_case(rng: Random) -> HttpCase:
     if how < 0.06:
         path = rng.choice(_PATHS)
         return HttpCase("(paths)", request(rng.choice(_METHODS), path, b"", []))
+    if how < 0.1:
+        form = make_form(rng)
+        headers = [("content-type", form.content_type)]
+        return HttpCase(form.path, request("POST", form.path, form.body, headers))
     path = rng.choice(list(SEEDS))
     body: Any = json.loads(json.dumps(rng.choice(SEEDS[path])))
     for _ in range(rng.choice((1, 1, 1, 2, 3))):

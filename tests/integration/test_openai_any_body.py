@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,14 @@ from penstock_frontend.api.openai.pooling.scoring import RerankBody, ScoreBody
 from penstock_frontend.api.openai.pooling.tei import EmbedBody, PredictBody, SimilarityBody
 from penstock_frontend.api.openai.responses.response import ResponseBody
 from penstock_frontend.api.openai.tokenization import DetokenizeRequest, TokenizeRequest
+from penstock_frontend.app import app
+from penstock_frontend.app.assembly import assemble
 from tests.fakes.engines.fake_engine import FakeEngine
 from tests.fakes.frontends.openai_server import openai_server
 from tests.fakes.models.chat_templates import save_chat_model
 from tests.fakes.models.small_tokenizers import byte_level
+from tests.fakes.scripted_speech import ScriptedSpeech
+from tests.fuzz.form_calls import make_form
 
 pytestmark = pytest.mark.slow
 
@@ -82,6 +88,28 @@ async def test_no_body_is_a_defect_of_ours(path: str, tmp_path: Path) -> None:
         await asyncio.to_thread(check)
         await engine.until(lambda e: not e.running)
         assert api.num_live == 0
+
+
+async def test_no_form_is_a_defect_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        app, "assemble", lambda *args, **kwargs: assemble(*args, **kwargs)._replace(speech=ScriptedSpeech())
+    )
+    engine = FakeEngine(vocab_size=byte_level().get_vocab_size())
+    statuses: Counter[int] = Counter()
+    async with engine, openai_server(save_chat_model(tmp_path / "model"), engines=[engine.address]) as api:
+
+        async def check(number: int) -> None:
+            form = make_form(random.Random(number))
+            headers = {"content-type": form.content_type.encode("latin-1")}
+            response = await api.http.post(form.path, content=form.body, headers=headers)
+            statuses[response.status_code] += 1
+            if response.status_code != 200:
+                assert response.status_code in (400, 404, 415), (number, response.text)
+                assert response.json()["error"]["message"]
+
+        for first in range(0, 400, 50):
+            await asyncio.gather(*(check(number) for number in range(first, first + 50)))
+    assert min(statuses[200], statuses[400], statuses[415]) > 5, statuses
 
 
 async def test_no_depth_of_nesting_is_a_defect_of_ours(tmp_path: Path) -> None:
