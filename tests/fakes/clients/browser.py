@@ -19,7 +19,8 @@ LIMIT = PATIENCE
 _FLAGS = (
     "--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --hide-scrollbars --no-first-run --mute-audio "
     "--disable-background-networking --disable-component-update --disable-default-apps --disable-extensions --disable-sync "
-    "--disable-background-timer-throttling --disable-renderer-backgrounding --no-proxy-server --remote-debugging-pipe"
+    "--disable-background-timer-throttling --disable-renderer-backgrounding --no-proxy-server --remote-debugging-pipe "
+    "--use-fake-device-for-media-stream --use-fake-ui-for-media-stream"  # a microphone that beeps
 )
 # Chromium reads commands from descriptor 3 and writes to 4; asyncio cannot place descriptors, so a small program does.
 _START = (

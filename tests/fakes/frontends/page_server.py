@@ -11,8 +11,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from penstock_common.types.cluster import EngineState, EngineStatus
+from penstock_frontend.api.http.form_data import FormReader, Part, values_of
 from penstock_frontend.api.http.page import Page
 from penstock_frontend.api.http.server import HttpServer, make_app
+from penstock_frontend.api.openai.audio.transcriptions import TranscriptionBody
 from penstock_frontend.config import HttpConfig
 from penstock_frontend.interfaces import ModelLimits
 
@@ -36,7 +38,9 @@ class PageServer:
             cluster.
     """
 
-    def __init__(self, *, chat: bool = True, tools: bool = True, media: Sequence[str] = (), port: int = 0) -> None:
+    def __init__(
+        self, *, chat: bool = True, tools: bool = True, media: Sequence[str] = (), speech: bool = False, port: int = 0
+    ) -> None:
         self.pieces: Sequence[str | dict[str, Any]] = (" a", " b", " c")
         self.refusal: tuple[int, dict[str, Any], dict[str, str]] | None = None
         self.broken: dict[str, Any] | None = None
@@ -55,12 +59,17 @@ class PageServer:
             chat=chat,
             tools=tools,
             media=media,
+            speech=speech,
             serving=lambda: self.serving,
             coordinator=lambda: "connected",
             missing=lambda: self.missing,
         )
         api = [Route(path, self._complete, methods=["POST"]) for path in ("/v1/completions", "/v1/chat/completions")]
         api.append(Route("/v1/embeddings", self._embed, methods=["POST"]))
+        api += [
+            Route(f"/v1/audio/{task}", self._transcribe, methods=["POST"])
+            for task in ("transcriptions", "translations")
+        ]
         app = make_app(CollectorRegistry(), lambda: "" if self.serving else "no engine", [*page.routes(), *api])
         self._http = HttpServer(HttpConfig(host="127.0.0.1", port=port), app)
 
@@ -113,6 +122,33 @@ class PageServer:
         data = [{"object": "embedding", "index": i, "embedding": list(v)} for i, v in enumerate(self.vectors)]
         return JSONResponse({"data": data, "model": "tiny", "usage": {"prompt_tokens": 7, "total_tokens": 7}})
 
+    async def _transcribe(self, request: Request) -> Response:
+        body = b"".join([part async for part in request.stream()])
+        parts = values_of(_parsed(request.headers["content-type"], body), TranscriptionBody)
+        self.requests.append((request.url.path, parts))
+        if self.refusal is not None:
+            status, error, headers = self.refusal
+            return JSONResponse({"error": error}, status_code=status, headers=headers)
+        return StreamingResponse(self._speak(), media_type="text/event-stream")
+
+    async def _speak(self) -> AsyncIterator[str]:
+        try:
+            for piece in self.pieces:
+                if piece == HOLD:
+                    await self.go_on.wait()
+                elif piece == CUT:
+                    return
+                else:
+                    yield event(type="transcript.text.delta", delta=piece)
+            if self.broken is not None:
+                yield event(error=self.broken)
+                return
+            text = "".join(piece for piece in self.pieces if isinstance(piece, str) and piece != HOLD)
+            yield event(type="transcript.text.done", text=text.strip(), usage={"type": "duration", "seconds": 3})
+        except asyncio.CancelledError:
+            self.abandoned.set()
+            raise
+
     async def _stream(self, *, chat: bool) -> AsyncIterator[str]:
         try:
             for piece in self.pieces:
@@ -133,6 +169,12 @@ class PageServer:
         except asyncio.CancelledError:
             self.abandoned.set()
             raise
+
+
+def _parsed(content_type: str, body: bytes) -> list[Part]:
+    reader = FormReader(content_type, ("file",))
+    reader.feed(body)
+    return reader.finish()
 
 
 def content(text: str | dict[str, Any], *, chat: bool) -> dict[str, Any]:

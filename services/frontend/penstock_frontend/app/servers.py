@@ -237,6 +237,7 @@ class Servers:
             self._assembly.engines.view,
             model=self._config.model.name,
             media=media.family.modalities if media is not None else (),
+            speech=self._assembly.speech is not None,
             chat=bool(renderer.templates.source),
             tools=bool(renderer.templates.source) and renderer.takes_tools,
             serving=lambda: self._assembly.llm.serving,

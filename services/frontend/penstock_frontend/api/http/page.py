@@ -47,6 +47,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
         chat: whether the model has a chat template.
         tools: whether requests for conversations may have tools.
         media: modalities that the model accepts in addition to text.
+        speech: whether the model transcribes audio files.
         serving: whether the frontend accepts requests now.
         max_model_len: maximum number of tokens of prompt and output together. 0 while no engine is connected.
         coordinator: ``connected``, ``disconnected``, or ``none`` without a coordinator.
@@ -59,6 +60,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
     chat: bool
     tools: bool
     media: list[str]
+    speech: bool
     serving: bool
     max_model_len: int
     coordinator: str
@@ -77,6 +79,7 @@ class Page:
         chat: bool,
         tools: bool,
         media: Collection[str],
+        speech: bool,
         serving: Callable[[], bool],
         coordinator: Callable[[], str],
         missing: Callable[[], list[str]],
@@ -86,6 +89,7 @@ class Page:
         self._chat = chat
         self._tools = tools
         self._media = sorted(media)
+        self._speech = speech
         self._serving = serving
         self._coordinator = coordinator
         self._missing = missing
@@ -104,6 +108,7 @@ class Page:
             chat=self._chat,
             tools=self._tools,
             media=self._media,
+            speech=self._speech,
             serving=self._serving(),
             max_model_len=limits.max_model_len if limits else 0,
             coordinator=self._coordinator(),
