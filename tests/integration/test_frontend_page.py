@@ -45,6 +45,7 @@ async def test_the_state_names_the_model_and_its_engines(engine: FakeEngine, mod
             "chat": False,
             "tools": False,
             "media": [],
+            "speech": False,
             "serving": True,
             "max_model_len": 128,
             "coordinator": "none",

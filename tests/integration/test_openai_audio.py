@@ -381,4 +381,14 @@ async def test_a_model_without_speech_says_so(tmp_path: Path, monkeypatch: pytes
         for path in PATHS:
             status, param, message = await refusal(api, path)
             assert (status, param) == (400, "model")
-            assert message == "the model does not transcribe audio; it supports generate"
+            assert message == (
+                "the model 'model' does not transcribe speech; serve a Whisper model, with media.enabled true"
+            )
+
+
+async def test_other_calls_to_a_model_with_speech_say_what_it_serves(api: OpenAIServer, speech: ScriptedSpeech) -> None:
+    paths = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+    for path in paths:
+        response = await api.http.post(path, json={"model": "model", "messages": [{"role": "user", "content": "hi"}]})
+        assert (path, response.status_code) == (path, 400)
+        assert "transcribes audio files, and generates no other text; use /v1/audio/transcriptions" in response.text

@@ -22,6 +22,8 @@ POSTS = {
     "/v1/messages": CHAT,
     "/v1/embeddings": '{"model": "model", "input": "a"}',
     "/tokenize": '{"prompt": "a"}',
+    "/v1/audio/transcriptions": "--x--",
+    "/v1/audio/translations": "--x--",
     "/v1/load_lora_adapter": '{"lora_name": "theirs", "lora_path": "theirs"}',
     "/v1/unload_lora_adapter": '{"lora_name": "theirs"}',
 }
@@ -92,6 +94,9 @@ async def test_the_page_of_the_server_itself_works_also_behind_a_proxy(engine: F
             assert (await api.http.get("/cluster", headers=own)).status_code == 200
             answer = await api.http.post("/v1/completions", content=BODY, headers={**own, **json, "origin": origin})
             assert answer.status_code == 200, answer.text
+            headers = {**own, "origin": origin}
+            answer = await api.http.post("/v1/audio/transcriptions", files={"file": b"a"}, headers=headers)
+            assert "does not transcribe speech" in answer.text
 
 
 async def test_pages_that_are_listed_send_json_and_read_why_they_are_refused(engine: FakeEngine, model: Path) -> None:

@@ -29,7 +29,7 @@ _HEADERS = frozenset(
 _AUTHORITY = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[^\[\]:/?#@\s]+)(:(?P<port>[0-9]{0,5}))?")
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 _READING = ("GET", "HEAD")
-_JSON = re.compile(r"application/json|[^/\s]+/[^/\s]+\+json", re.IGNORECASE)
+_JSON_OR_FORM = re.compile(r"application/json|[^/\s]+/[^/\s]+\+json|multipart/form-data", re.IGNORECASE)
 _SHOWN = 200
 """Maximum number of characters of a header value in an error message."""
 _NO_PAGES = "pages of other origins may not call this port"
@@ -75,9 +75,9 @@ def refusal(method: str, headers: Iterable[tuple[bytes, bytes]], rules: CallerRu
     """Return the refusal of a call, or None if the call is allowed. ``headers`` are ASGI headers with names in lower
     case.
 
-    The status is 421 or 400 for a wrong ``Host``, 403 for a page of another origin, and 415 if a page's body is not
-    declared as JSON. Before a browser sends JSON to another origin, the browser asks the server (CORS preflight). A
-    browser sends plain text without asking.
+    The status is 421 or 400 for a wrong ``Host``, 403 for a page of another origin, and 415 if a page's body is declared
+    neither as JSON nor as a form with files. Before a browser sends JSON to another origin, the browser asks the server
+    (CORS preflight). A browser sends forms and plain text without asking, so only the check of the origin protects forms.
     """
     given: dict[bytes, list[str]] = {}
     for name, value in headers:
@@ -95,7 +95,7 @@ def refusal(method: str, headers: Iterable[tuple[bytes, bytes]], rules: CallerRu
             "server by this name",
             "host_not_allowed",
         )
-    return _foreign(method, given, host, rules) or _not_json(method, given)
+    return _foreign(method, given, host, rules) or _wrong_type(method, given)
 
 
 def _foreign(method: str, given: dict[bytes, list[str]], host: str | None, rules: CallerRules) -> Refusal | None:
@@ -128,18 +128,19 @@ def _foreign(method: str, given: dict[bytes, list[str]], host: str | None, rules
     )
 
 
-def _not_json(method: str, given: dict[bytes, list[str]]) -> Refusal | None:
-    """Return a refusal if a browser could send this body for a page without asking the server first."""
+def _wrong_type(method: str, given: dict[bytes, list[str]]) -> Refusal | None:
+    """Return a refusal if a page's body has a type that no client of the API sends."""
     if b"origin" not in given or method in _READING:
         return None
     if b"transfer-encoding" not in given and _last(given, b"content-length") in ("", "0"):
         return None
     types = given.get(b"content-type", [""])
-    if all(_JSON.fullmatch(each.partition(";")[0].strip()) for each in types):
+    if all(_JSON_OR_FORM.fullmatch(each.partition(";")[0].strip()) for each in types):
         return None
     return Refusal(
         415,
-        f"Content-Type is {', '.join(types)[:_SHOWN]!r}; in a call with an Origin header, it must be application/json",
+        f"Content-Type is {', '.join(types)[:_SHOWN]!r}; in a call with an Origin header, it must be application/json or "
+        "multipart/form-data",
         "json_required",
     )
 

@@ -225,7 +225,7 @@ class Servers:
             *openai.routes(
                 llm, chat, config, limits, assembly.labels, assembly.scoring, assembly.speech, gate=gate, bodies=bodies
             ),
-            *anthropic.routes(llm, chat, gate=gate, bodies=bodies),
+            *anthropic.routes(llm, chat, generates=assembly.speech is None, gate=gate, bodies=bodies),
         ]
 
     def _page_routes(self) -> list[Route]:

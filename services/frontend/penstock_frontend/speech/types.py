@@ -115,11 +115,21 @@ class TextDelta(msgspec.Struct, frozen=True):
     text: str
 
 
+class TranscriptPieces(Protocol):
+    """Asynchronous iterator over the pieces of a streamed call. Closing the iterator ends the call."""
+
+    def __aiter__(self) -> AsyncIterator[TextDelta | Transcript]:
+        """Return the iterator itself."""
+
+    async def aclose(self) -> None:
+        """End the call, if it has not ended. Idempotent."""
+
+
 class Speech(Protocol):
     """Port for transcription calls, used by the code of each protocol."""
 
     async def transcribe(self, request: TranscriptionRequest) -> Transcript:
         """Return the complete transcript. Raises RequestFailed if the request is refused or fails."""
 
-    def stream(self, request: TranscriptionRequest) -> AsyncIterator[TextDelta | Transcript]:
+    def stream(self, request: TranscriptionRequest) -> TranscriptPieces:
         """Yield new text as it is final, and at the end the transcript. Raises RequestFailed as ``transcribe`` does."""

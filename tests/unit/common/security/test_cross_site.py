@@ -194,8 +194,16 @@ def test_a_link_may_lead_to_the_page_but_not_send_anything() -> None:
     assert status("POST", **headers, origin="http://evil.example") == 403
 
 
-@pytest.mark.parametrize("kind", ["application/json", "Application/JSON; charset=utf-8", "application/vnd.x+json"])
-def test_pages_send_json(kind: str) -> None:
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "application/json",
+        "Application/JSON; charset=utf-8",
+        "application/vnd.x+json",
+        "multipart/form-data; boundary=x",
+    ],
+)
+def test_pages_send_json_and_forms(kind: str) -> None:
     assert status("POST", origin=f"http://{HOST}", content_type=kind, content_length="2") is None
 
 
@@ -208,7 +216,7 @@ def test_pages_send_json(kind: str) -> None:
         "text/plain;charset=UTF-8",
         "text/plain; application/json",
         "application/x-www-form-urlencoded",
-        "multipart/form-data; boundary=x",
+        "multipart/mixed; boundary=x",
         "application/jsonp",
         "+json",
         ("application/json", "text/plain"),
@@ -219,6 +227,14 @@ def test_and_nothing_else(kind: str | tuple[str, ...]) -> None:
     assert status("POST", content_type=kind, content_length="2", **own) == 415
     assert status("POST", content_type=kind, transfer_encoding="chunked", **own) == 415
     assert status("POST", content_type=kind, content_length="2", origin="http://a.example", config=listed) == 415
+
+
+def test_pages_of_other_origins_send_no_forms() -> None:
+    """A browser sends a form without asking the server first, so the origin alone decides."""
+    form = {"content_type": "multipart/form-data; boundary=x", "content_length": "2"}
+    assert status("POST", origin="http://evil.example", **form) == 403
+    assert status("POST", origin="null", **form) == 403
+    assert status("POST", sec_fetch_site="cross-site", **form) == 403
 
 
 def test_without_a_body_there_is_no_type_to_say() -> None:

@@ -28,11 +28,12 @@ from penstock_frontend.api.anthropic.turns import (
     tools_of,
     turns_of,
 )
-from penstock_frontend.api.http.endpoint import Answer, Call, Endpoint, Gate
+from penstock_frontend.api.http.endpoint import Answer, Call, Endpoint, Gate, Handler
 from penstock_frontend.api.http.request_body import Bodies, Body
 from penstock_frontend.api.http.streaming import EventStream, StreamForm, named
 from penstock_frontend.api.media_sources import placed
 from penstock_frontend.api.openai import sampling_fields
+from penstock_frontend.api.openai.audio.transcriptions import refuse_text
 from penstock_frontend.api.openai.context import context_of
 from penstock_frontend.api.openai.conversation import CONVERSATION
 from penstock_frontend.api.openai.errors import renamed
@@ -168,10 +169,15 @@ def _names(body: ConversationBody, turns: Turns, chosen: ChosenTools) -> Mapping
     }
 
 
-def routes(llm: AsyncLLM, chat: ChatCalls, *, gate: Gate, bodies: Bodies) -> Sequence[Route]:
-    """Return all routes of the Messages API. Other protocols of the HTTP listener use the same ``gate`` and ``bodies``."""
+def routes(llm: AsyncLLM, chat: ChatCalls, *, generates: bool, gate: Gate, bodies: Bodies) -> Sequence[Route]:
+    """Return all routes of the Messages API. Other protocols of the HTTP listener use the same ``gate`` and ``bodies``.
+
+    If ``generates`` is False, the model only transcribes audio files, and the routes refuse all calls.
+    """
     messages = Messages(llm, chat)
-    handlers = {errors.PREFIX: messages.create, f"{errors.PREFIX}/count_tokens": messages.count}
+    handlers: dict[str, Handler] = {errors.PREFIX: messages.create, f"{errors.PREFIX}/count_tokens": messages.count}
+    if not generates:
+        handlers = dict.fromkeys(handlers, refuse_text)
     return [
         Route(path, Endpoint(gate, bodies, handler, errors.answer), methods=["POST"])
         for path, handler in handlers.items()

@@ -16,7 +16,7 @@ from penstock_frontend.api.anthropic.models import AnthropicModels
 from penstock_frontend.api.http.endpoint import REQUEST_ID, Endpoint, Gate, Handler, id_headers
 from penstock_frontend.api.http.request_body import Bodies
 from penstock_frontend.api.openai import errors
-from penstock_frontend.api.openai.audio.transcriptions import Transcriptions
+from penstock_frontend.api.openai.audio.transcriptions import Transcriptions, refuse_text
 from penstock_frontend.api.openai.chat_completions import ChatCompletions
 from penstock_frontend.api.openai.completions import Completions
 from penstock_frontend.api.openai.models import LOAD, PATHS, UNLOAD, LoraAdapters, Models, version
@@ -35,6 +35,8 @@ from penstock_frontend.config import FrontendConfig, LimitsConfig
 from penstock_frontend.speech.types import Speech
 
 _RESPONSE = "/v1/responses/{response_id}"
+_GENERATING = ("/v1/responses", "/v1/completions", "/v1/chat/completions")
+"""Routes that generate text."""
 
 
 def routes(
@@ -83,6 +85,8 @@ def routes(
         "/tokenize": tokenization.tokenize,
         "/detokenize": tokenization.detokenize,
     }
+    if speech is not None:
+        posts |= dict.fromkeys(_GENERATING, refuse_text)
     if config.lora.http_loading:
         loading = LoraAdapters(llm.adapters)
         posts |= {LOAD: loading.load, UNLOAD: loading.unload}

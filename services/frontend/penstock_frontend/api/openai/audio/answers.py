@@ -1,13 +1,14 @@
 """Answers of ``/v1/audio/transcriptions`` and ``/v1/audio/translations``: bodies, and events of streams."""
 
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import Literal
 
 import msgspec
 
 from penstock_frontend.api.http.streaming import StreamForm, data_event, data_failure
-from penstock_frontend.speech.types import Segment, SpeechTask, TextDelta, Transcript, Word
+from penstock_frontend.speech.types import Segment, SpeechTask, TextDelta, Transcript, TranscriptPieces, Word
 
 
 class AudioUsage(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,17 +105,14 @@ def verbose(transcript: Transcript, *, segments: bool, words: bool) -> VerboseTr
     )
 
 
-async def events(pieces: AsyncIterator[TextDelta | Transcript]) -> AsyncGenerator[msgspec.Struct, None]:
-    """Yield the events of a stream. When the generator is closed, the call of ``pieces`` is closed too."""
-    try:
+async def events(pieces: TranscriptPieces) -> AsyncGenerator[msgspec.Struct, None]:
+    """Yield the events of a stream. When the generator is closed, the call of ``pieces`` ends."""
+    async with aclosing(pieces):
         async for piece in pieces:
             if isinstance(piece, TextDelta):
                 yield TextDeltaEvent(delta=piece.text)
             else:
                 yield TextDoneEvent(text=piece.text.strip(), usage=_usage(piece))
-    finally:
-        if isinstance(pieces, AsyncGenerator):
-            await pieces.aclose()
 
 
 def _usage(transcript: Transcript) -> AudioUsage:

@@ -10,7 +10,6 @@ from penstock_frontend.api.openai.audio import answers
 from penstock_frontend.api.openai.body_fields import check_range
 from penstock_frontend.api.openai.context import ContextFields, context_of
 from penstock_frontend.calls.generate import AsyncLLM
-from penstock_frontend.processing.prompts.pooling import served
 from penstock_frontend.speech import formats
 from penstock_frontend.speech.types import TEMPERATURES, Speech, SpeechTask, Transcript, TranscriptionRequest
 
@@ -85,12 +84,10 @@ class Transcriptions:
                 field="stream",
             )
         context = context_of(call, "transcription", body)
-        self._llm.inputs.check_model(context.model, context.lora)
-        speech = self._speech
-        if speech is None:
-            capabilities = self._llm.engines.view.capabilities
+        model = self._llm.inputs.check_model(context.model, context.lora)
+        if (speech := self._speech) is None:
             raise InvalidArgument(
-                f"the model does not transcribe audio; it supports {served(capabilities)}",
+                f"the model {quoted(model)} does not transcribe speech; serve a Whisper model, with media.enabled true",
                 field="model",
                 reason=WRONG_MODEL_KIND,
             )
@@ -123,3 +120,13 @@ def _written(transcript: Transcript, form: AudioFormat, *, segments: bool, words
             return PlainText(formats.subrip(transcript.segments))
         case "vtt":
             return PlainText(formats.webvtt(transcript.segments))
+
+
+async def refuse_text(call: Call, given: Body) -> Answer:
+    """Handler of the routes that generate text, for a model that only transcribes. Raises InvalidArgument."""
+    del call, given
+    raise InvalidArgument(
+        "the model transcribes audio files, and generates no other text; use /v1/audio/transcriptions",
+        field="model",
+        reason=WRONG_MODEL_KIND,
+    )
