@@ -47,7 +47,9 @@ def body_structs() -> dict[str, type[msgspec.Struct]]:
         if isinstance(value, type) and issubclass(value, msgspec.Struct)
     }
     decoded = {
-        name for module in modules for name in re.findall(r"\.decode(?:_form)?\((\w+)\)", Path(str(module.__file__)).read_text())
+        name
+        for module in modules
+        for name in re.findall(r"\.decode(?:_form)?\((\w+)\)", Path(str(module.__file__)).read_text())
     }
     found: dict[str, type[msgspec.Struct]] = {}
     waiting = [named[name] for name in sorted(decoded & named.keys())] + [ResponseFormat]

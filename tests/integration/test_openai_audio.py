@@ -1,6 +1,7 @@
 """``/v1/audio/transcriptions`` and ``/v1/audio/translations`` with OpenAI's published client, over a real HTTP server."""
 
 import asyncio
+import gzip
 import json
 import socket
 from collections.abc import AsyncIterator
@@ -101,6 +102,25 @@ async def test_all_fields_arrive(api: OpenAIServer, speech: ScriptedSpeech) -> N
     assert (request.language, request.prompt, request.temperatures) == ("de", "Grüße, Penstock", (0.4,))
     assert (request.segments, request.words, request.seed, request.context.priority) == (True, True, 7, 3)
     assert request.context.external_request_id == "transcription-abc"
+
+
+async def test_the_headers_of_a_call_hold_for_forms_too(api: OpenAIServer, speech: ScriptedSpeech) -> None:
+    headers = {"x-request-id": "my-call", "x-penstock-tenant": "alice", "x-request-timeout": "30"}
+    response = await api.http.post(PATHS[0], files={"file": FILE}, headers=headers)
+    assert response.headers["x-request-id"] == "my-call"
+    (request,) = speech.requests
+    assert request.context.tenant == "alice"
+    assert request.context.deadline is not None
+    response = await api.http.post(PATHS[0], files={"file": FILE}, headers={"x-request-timeout": "-1"})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "x-request-timeout")
+
+
+async def test_a_compressed_form_is_read(api: OpenAIServer, speech: ScriptedSpeech) -> None:
+    request = api.http.build_request("POST", PATHS[0], files={"file": FILE})
+    headers = {"content-type": request.headers["content-type"], "content-encoding": "gzip"}
+    response = await api.http.post(PATHS[0], content=gzip.compress(request.read()), headers=headers)
+    assert response.json()["text"] == TEXT
+    assert speech.requests[0].audio == FILE[1]
 
 
 async def test_temperature_0_means_all_temperatures(api: OpenAIServer, speech: ScriptedSpeech) -> None:

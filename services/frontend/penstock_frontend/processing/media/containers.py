@@ -85,7 +85,7 @@ def open_container(data: bytes, kind: ContainerFormat) -> Iterator[Track]:
     except ImportError as e:  # the libraries do not fit into the worker's memory limit
         raise MemoryError from e
     try:
-        with av.open(BytesIO(data), format=_DEMUXERS[kind], options=dict(_OPTIONS)) as container:
+        with av.open(BytesIO(data), "r", format=_DEMUXERS[kind], options=dict(_OPTIONS)) as container:
             yield Track(container)
     except av.FFmpegError as e:
         # FFmpeg refuses sizes in a header that exceed the memory limit, and has then freed all memory of the file.
