@@ -10,5 +10,5 @@ async def test_hostile_sounds_are_decoded_or_refused(count: int) -> None:
     outcome = await campaign(count)
     assert outcome.workers_after == outcome.workers_before
     assert outcome.counts.total() == count
-    assert outcome.counts.keys() == {*REASONS, "taken"}
-    assert outcome.counts["MEDIA_UNREADABLE"] > count / 3
+    assert outcome.counts.keys() <= {*REASONS, "taken"}
+    assert min(outcome.counts["MEDIA_UNREADABLE"], outcome.counts["taken"]) > count / 10
