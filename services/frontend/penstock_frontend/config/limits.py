@@ -69,7 +69,8 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             ge=1,
             description=(
                 "Maximum total bytes of encoded images, audio and video of all requests. An item counts from its "
-                "arrival until it is processed."
+                "arrival until it is processed. The decoded samples of all audio files that are being transcribed have "
+                "the same limit, and are counted separately."
             ),
         ),
     ] = 512 * 1024 * 1024

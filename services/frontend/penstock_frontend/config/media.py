@@ -87,6 +87,25 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_audio_seconds: Annotated[
         float, Meta(gt=0, le=86_400, description="Maximum length of one audio item, in seconds.")
     ] = 600.0
+    max_speech_seconds: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=86_400,
+            description=(
+                "Maximum length of an audio file to transcribe, in seconds. The frontend keeps 64 kB for each second "
+                "until the file is transcribed."
+            ),
+        ),
+    ] = 3600.0
+    max_speech_windows: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=1024,
+            description="Maximum number of windows of one file that are transcribed at the same time.",
+        ),
+    ] = 8
     workers: Annotated[
         int,
         Meta(

@@ -30,6 +30,7 @@ from penstock_frontend.processing.media.worker_messages import (
     Answer,
     DecodeLimits,
     JobHead,
+    JobKind,
     Processed,
     Refused,
     Setup,
@@ -138,6 +139,7 @@ class Job(NamedTuple):
     timestamps: Sequence[float]
     arguments: bytes
     """Arguments for the model's processor, as a JSON object."""
+    kind: JobKind = "process"
 
 
 class WorkerLost(Exception):  # noqa: N818 - it says what happened
@@ -188,6 +190,7 @@ class WorkerProcess:
         """
         loop = asyncio.get_running_loop()
         head = JobHead(
+            kind=job.kind,
             modality=job.modality,
             sizes=tuple(map(len, job.files)),
             timestamps=tuple(job.timestamps),
@@ -307,6 +310,7 @@ class WorkerPool:
             make_processor=pickle.dumps(make_processor),
             sampling_rate=sampling_rate,
             limits=DecodeLimits(config.max_pixels, config.max_frames, config.max_audio_seconds),
+            max_speech_seconds=config.max_speech_seconds,
             memory=config.worker_memory,
             seconds=config.worker_timeout,
         )

@@ -14,7 +14,7 @@ from penstock_common.config.settings import Reread
 from penstock_common.errors import DeadlineExceeded, InvalidArgument, RequestFailed
 from penstock_common.in_flight import BytesInFlight
 from penstock_common.types.media import Modality, TensorData
-from penstock_frontend.call_types import Features, Frames, MediaPart
+from penstock_frontend.call_types import EncodedFile, Features, Frames, MediaPart
 from penstock_frontend.config import LimitsConfig, MediaConfig
 from penstock_frontend.metrics import MediaMetrics
 from penstock_frontend.processing.media import sources
@@ -22,6 +22,7 @@ from penstock_frontend.processing.media.families.base import Family, PreparedMed
 from penstock_frontend.processing.media.http_client import Resolver
 from penstock_frontend.processing.media.pool import Job, WorkerPool
 from penstock_frontend.processing.media.reader import Arguments, Content, Counted, MediaReader, arguments_of, identifier
+from penstock_frontend.processing.media.split_speech import SplitSpeech, split_speech
 from penstock_frontend.processing.media.worker_messages import TooLarge, Unreadable
 
 # The classes below store processed items by identifier. While an item is cached here, or a request uses the item, it is
@@ -194,9 +195,9 @@ class MediaService:
         self._reader = MediaReader(config, metrics, resolver)
         self.store = MediaStore(config.store_bytes, metrics)
         self._pool = WorkerPool(family.make_processor(), family.sampling_rate, config, metrics)
-        self.in_flight = BytesInFlight(
-            lambda: limits.now.max_media_bytes_in_flight, "limits.max_media_bytes_in_flight", what="media"
-        )
+        self.in_flight = _bytes_in_flight(limits)
+        # Windows of speech are counted separately. They are held while the windows themselves are processed as media.
+        self._speech_in_flight = _bytes_in_flight(limits)
         self._starting: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -241,6 +242,29 @@ class MediaService:
                 return await _all([self._prepare(part, cache_salt, tenant, room) for part in parts])
         except TimeoutError:
             raise DeadlineExceeded("the request's deadline passed before its media were processed") from None
+
+    async def split(self, part: MediaPart, *, deadline: float | None, tenant: str = "") -> SplitSpeech:
+        """Decode an audio file, and divide its speech into windows of at most 30 s. Silent windows are left out.
+
+        Raises the errors of ``MediaPreparer.prepare``.
+        """
+        if self._closed:
+            raise sources.shutting_down()
+        self._check([part])
+        with _refused_as(self._metrics, part), Counted(self.in_flight, part.field) as counted:
+            try:
+                async with asyncio.timeout(None if deadline is None else max(0.0, deadline - time.time())):
+                    content = await self._reader.read(part, counted)
+                    assert isinstance(content, EncodedFile)  # noqa: S101 - an audio part with a file or a URL has one
+                    await self.start()
+                    item = await self._pool.process(Job("audio", [content.data], [], b"{}", "split"), tenant)
+                return split_speech(item, self.family.sampling_rate, self._speech_in_flight)
+            except TimeoutError:
+                raise DeadlineExceeded("the request's deadline passed before its audio was decoded") from None
+            except TooLarge as e:
+                raise sources.too_large(part.field, e.what, e.setting, e.limit) from None
+            except Unreadable as e:
+                raise sources.unreadable(part.field, str(e)) from None
 
     def _check(self, parts: Sequence[MediaPart]) -> None:
         """Check media items as far as possible without reading them from their sources."""
@@ -307,6 +331,10 @@ class MediaService:
             return await self._pool.process(job, tenant)
 
         return process
+
+
+def _bytes_in_flight(limits: Reread[LimitsConfig]) -> BytesInFlight:
+    return BytesInFlight(lambda: limits.now.max_media_bytes_in_flight, "limits.max_media_bytes_in_flight", what="media")
 
 
 @contextlib.contextmanager

@@ -19,8 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from penstock_common.process import end_with_parent, limit_memory, limit_resource, name_process
+from penstock_frontend.processing.media import windows
 from penstock_frontend.processing.media.decode import VideoFrames, decode_image, decode_sound, open_image
 from penstock_frontend.processing.media.families.base import FamilyProcessor, ProcessedItem
 from penstock_frontend.processing.media.worker_messages import (
@@ -122,12 +125,24 @@ class MediaWorker:
 
 def _process(processor: FamilyProcessor, setup: Setup, job: JobHead, files: Sequence[bytes]) -> ProcessedItem:
     arguments = msgspec.json.decode(job.arguments, type=dict[str, Any])
+    if job.kind == "split":
+        return windows.split(_decode_speech(files[0], setup), setup.sampling_rate)
     if job.modality == "audio":
         return processor.audio(decode_sound(files[0], setup.sampling_rate, setup.limits), arguments)
     if job.modality == "video":
         return processor.video(VideoFrames(files, setup.limits), job.timestamps, arguments)
     with open_image(files[0], setup.limits) as image:
         return processor.image(decode_image(image), arguments)
+
+
+def _decode_speech(file: bytes, setup: Setup) -> npt.NDArray[np.float32]:
+    """Decode an audio file with speech, whose length has another limit than that of an audio item in a prompt."""
+    most = setup.max_speech_seconds
+    try:
+        limits = msgspec.structs.replace(setup.limits, max_audio_seconds=most)
+        return decode_sound(file, setup.sampling_rate, limits)
+    except TooLarge as e:
+        raise TooLarge(e.what, "media.max_speech_seconds", most) from None
 
 
 def _where(error: Exception) -> str:

@@ -47,6 +47,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
         make_processor: Pickled function that creates the FamilyProcessor.
         sampling_rate: Sampling rate in Hz at which the model expects audio.
         limits: Limits on decoding.
+        max_speech_seconds: Maximum length of an audio file to split, in seconds.
         memory: Number of bytes that the worker may allocate in addition to its memory when it receives this message.
         seconds: Time limit for decoding and processing one item, in seconds.
     """
@@ -54,6 +55,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     make_processor: bytes
     sampling_rate: int
     limits: DecodeLimits
+    max_speech_seconds: float
     memory: int
     seconds: float
 
@@ -66,16 +68,22 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
 
 
+JobKind = Literal["process", "split"]
+"""Kind of a worker's job: to process a media item, or to split an audio file with speech into windows."""
+
+
 class JobHead(msgspec.Struct, frozen=True, kw_only=True):
     """Head of the message with a media item. After the head, the file of the item, or the frames of a video, follow.
 
     Attributes:
+        kind: Kind of the job.
         modality: Modality of the item.
         sizes: Sizes of the files in bytes.
         timestamps: Times of the frames in seconds.
         arguments: Arguments of the processor, as a JSON object.
     """
 
+    kind: JobKind = "process"
     modality: Modality
     sizes: tuple[int, ...]
     timestamps: tuple[float, ...] = ()
