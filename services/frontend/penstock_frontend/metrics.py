@@ -32,6 +32,7 @@ _TOKENS = tuple(digit * 10**power for power in range(7) for digit in (1, 2, 5))[
 _SEQUENCES = (1, 2, 5, 10, 20)
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_REAL_TIME_FACTORS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
 _SUCCESS = "vllm:request_success"
 _OF_SEQUENCES = (
@@ -95,6 +96,16 @@ _OF_MEDIA = (
     Instrument(Gauge, "penstock:media_queued", "Media items waiting for a media worker"),
     Instrument(
         Counter, "penstock:media_workers_replaced", "Media workers that ended or were stopped, and were replaced"
+    ),
+)
+_OF_SPEECH = (
+    Instrument(Counter, "penstock:speech_audio_seconds", "Seconds of audio that were transcribed"),
+    Instrument(
+        Histogram,
+        "penstock:speech_real_time_factor",
+        "Time of a transcription divided by the length of its audio",
+        (),
+        _REAL_TIME_FACTORS,
     ),
 )
 _MEDIA_SENT = (
@@ -241,3 +252,15 @@ class MediaMetrics(Instruments):
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         super().__init__(registry, _OF_MEDIA, model_name=model_name)
+
+
+class SpeechMetrics(Instruments):
+    """Metrics of the transcription calls of this frontend, with the model's name as a label."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        super().__init__(registry, _OF_SPEECH, model_name=model_name)
+
+    def transcribed(self, audio_seconds: float, seconds: float) -> None:
+        """Count a complete transcription of ``audio_seconds`` seconds of audio, which took ``seconds`` seconds."""
+        self.series("penstock:speech_audio_seconds").inc(audio_seconds)
+        self.series("penstock:speech_real_time_factor").observe(seconds / audio_seconds)

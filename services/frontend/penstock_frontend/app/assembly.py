@@ -43,7 +43,8 @@ from penstock_frontend.processing.prompts.input import InputProcessor
 from penstock_frontend.processing.prompts.named_prompts import load_prompts
 from penstock_frontend.processing.prompts.pooling import PoolingInputs, load_labels
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer, load_model_files, read_json, resolve
-from penstock_frontend.speech.types import Speech
+from penstock_frontend.speech.calls import SpeechCalls
+from penstock_frontend.speech.loading import load_speech
 
 E = TypeVar("E", bound=EngineClient)
 
@@ -73,6 +74,8 @@ class Assembly(NamedTuple, Generic[E]):
     labels: list[str]
     """Names of the classes of a classification model, in the order of the class indices."""
     scoring: ScoringCalls
+    speech: SpeechCalls | None
+    """Component that transcribes audio. None if the model is not a Whisper model, or if media are disabled."""
     media: MediaService | None
     """Service that processes media. The caller must close it after the last request. None for a text-only model."""
     warnings: WarningLog
@@ -186,9 +189,9 @@ def assemble(
         settings=settings,
         labels=load_labels(model),
         scoring=ScoringCalls(llm, None if options is None else PairPrompts(renderer, options)),
+        speech=None if service is None else load_speech(model, config.media, llm, service, metrics.registry),
         media=service,
         warnings=WarningLog(metrics.registry),
-        speech=None,
     )
 
 

@@ -67,4 +67,4 @@ def _is_in_order(total: int, places: list[tuple[int, int]], files: list[bytes | 
         if start < end or count <= 0 or len(file) <= count * struct.calcsize("f"):
             return False
         end = start + count
-    return end <= total
+    return end <= total and total > 0

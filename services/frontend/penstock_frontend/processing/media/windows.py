@@ -59,16 +59,17 @@ def windows(samples: Samples, rate: int) -> list[Window]:
     return found
 
 
-def _energies(samples: Samples, frame: int) -> npt.NDArray[np.float32]:
+def _energies(samples: Samples, frame: int) -> Samples:
     """Return the mean of the squared samples of each frame. The last frame may have fewer samples than the others."""
     whole = samples[: len(samples) // frame * frame].reshape(-1, frame)
     energies = np.einsum("ij,ij->i", whole, whole) / np.float32(frame)
     if len(rest := samples[whole.size :]):
         energies = np.append(energies, np.dot(rest, rest) / np.float32(len(rest)))
-    return energies.astype(np.float32, copy=False)
+    same: Samples = energies.astype(np.float32, copy=False)
+    return same
 
 
-def _cut(energies: npt.NDArray[np.float32], start: int) -> int:
+def _cut(energies: Samples, start: int) -> int:
     """Return the frame at which the window that starts at frame ``start`` ends."""
     first = start + int(_LEAST_SECONDS * _FRAMES_PER_SECOND) + 1
     last = start + int(MAX_SECONDS * _FRAMES_PER_SECOND)

@@ -119,7 +119,7 @@ async def test_a_worker_splits_a_file(make: Make) -> None:
     made = make(max_audio_seconds=1.0)
     found = await made.service.split(speech(sound_file("FLAC", seconds=61.0, rate=8000)), deadline=None)
     assert found.seconds == 61.0
-    assert [window.start for window in found.windows][0] == 0.0
+    assert found.windows[0].start == 0.0
     assert sum(window.seconds for window in found.windows) == pytest.approx(61.0)
     with pytest.raises(DeadlineExceeded):
         await made.service.split(speech(sound_file(seconds=1.0)), deadline=time.time() - 1)
