@@ -32,7 +32,17 @@ from penstock_client.messages import (
     ToolChoice,
 )
 from penstock_client.requests import audio, image, message, video
-from penstock_client.results import ChatOutput, Classes, Embeddings, Logprob, Output, Scores, Usage
+from penstock_client.results import (
+    ChatOutput,
+    Classes,
+    Embeddings,
+    Logprob,
+    Output,
+    Scores,
+    SpeechSegment,
+    Transcript,
+    Usage,
+)
 from penstock_client.sync_client import Client, Stream
 
 __all__ = [
@@ -60,12 +70,14 @@ __all__ = [
     "RoutingHints",
     "SamplingParams",
     "Scores",
+    "SpeechSegment",
     "Stream",
     "StructuredOutput",
     "Tls",
     "Tool",
     "ToolCall",
     "ToolChoice",
+    "Transcript",
     "Unauthenticated",
     "Unavailable",
     "Unimplemented",

@@ -1,6 +1,7 @@
 """Client for asyncio. ``build_sync_client.py`` generates ``sync_client.py``, the client for threads, from this file."""
 
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, Unpack
 
@@ -22,11 +23,13 @@ from penstock_client.requests import (
     MixedPrompt,
     Prompt,
     ScoreOptions,
+    TranscribeOptions,
     chat_request,
     generate_request,
     pooling_input,
     pooling_inputs,
     request_of,
+    transcribe_request,
     whole,
 )
 from penstock_client.results import (
@@ -35,10 +38,13 @@ from penstock_client.results import (
     Embeddings,
     Output,
     Scores,
+    Transcript,
     floats,
     read_chat_output,
     read_output,
+    read_transcript_item,
     read_usage,
+    transcript_of,
 )
 
 if TYPE_CHECKING:
@@ -238,6 +244,24 @@ class AsyncClient(BaseClient):
         request = request_of(pb.ScoreRequest, ScoreOptions, options, **fields)
         response = await self._call(self.stub.Score, request, timeout)
         return Scores(list(response.scores), read_usage(response.usage))
+
+    async def transcribe(
+        self, audio: bytes | Path, *, timeout: float | None = None, **options: Unpack[TranscribeOptions]
+    ) -> Transcript:
+        """Return the transcript of an audio file, such as WAV, FLAC, MP3 or Ogg."""
+        items = [item async for item in self.stream_transcript(audio, timeout=timeout, **options)]
+        return transcript_of(items)
+
+    def stream_transcript(
+        self, audio: bytes | Path, *, timeout: float | None = None, **options: Unpack[TranscribeOptions]
+    ) -> AsyncStream[pb.TranscribeResponse, str | Transcript]:
+        """Transcribe an audio file, and stream the text of each window of at most 30 s. The last item is the Transcript.
+
+        If the caller leaves the iteration, the request is aborted.
+        """
+        request = transcribe_request(audio, options)
+        call = self.stub.Transcribe(request, timeout=self._deadline(timeout), metadata=self.metadata)
+        return AsyncStream(call, read_transcript_item, self._address)
 
     async def tokenize(self, text: str, *, model: str = "", timeout: float | None = None) -> list[int]:
         """Return the token ids of a text, including special tokens."""

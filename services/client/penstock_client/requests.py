@@ -59,6 +59,18 @@ class ChatOptions(CallOptions, total=False):
     cache_salt: str
 
 
+class TranscribeOptions(CallOptions, total=False):
+    """Fields of a TranscribeRequest. ``task`` is ``transcribe`` or ``translate``."""
+
+    task: str
+    language: str
+    prompt: str
+    temperatures: Iterable[float]
+    seed: int | None
+    segments: bool
+    cache_salt: str
+
+
 _NAMED = ("sampling", "prediction", "timeout")
 """Other arguments of the methods, for hints in errors."""
 
@@ -127,6 +139,13 @@ def chat_request(
         raise TypeError(f"messages is {shown(given)}; it must be a list of ChatMessage, such as {example}")
     fields = {"messages": messages, "sampling_params": sampling, "prediction": prediction_of(prediction)}
     return request_of(pb.ChatRequest, ChatOptions, options, **fields)
+
+
+def transcribe_request(audio: bytes | Path, options: TranscribeOptions) -> pb.TranscribeRequest:
+    """Build a request to transcribe an audio file. Raises TypeError if ``audio`` is neither bytes nor a path."""
+    if not isinstance(audio, bytes | Path):
+        raise TypeError(f"audio is {shown(audio)}; pass the bytes of an audio file, or its path as a pathlib.Path")
+    return request_of(pb.TranscribeRequest, TranscribeOptions, options, audio=_read(audio))
 
 
 def prediction_of(given: Prompt | None) -> pb.Prediction | None:

@@ -11,6 +11,7 @@ from penstock.common.v1.logprobs_pb2 import Logprobs
 from penstock.common.v1.stats_pb2 import Usage as UsageMessage
 from penstock.common.v1.tensor_pb2 import Tensor
 from penstock.inference.v1 import messages_pb2 as pb
+from penstock_client.errors import Internal
 
 _FINISH_PREFIX = "FINISH_REASON_"
 
@@ -127,6 +128,82 @@ class Scores:
 
     scores: list[float]
     usage: Usage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeechSegment:
+    """A part of a transcript between two timestamps.
+
+    ``start`` and ``end`` are seconds from the start of the file. The values from ``temperature`` on apply to the whole
+    window of at most 30 s that contains the segment.
+    """
+
+    start: float
+    end: float
+    seek: int
+    """Start of the window in the file, in frames of 10 ms."""
+    text: str
+    token_ids: list[int]
+    temperature: float
+    avg_logprob: float
+    compression_ratio: float
+    no_speech_prob: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transcript:
+    """Transcript of an audio file."""
+
+    request_id: str
+    task: str
+    """Task of the request: ``transcribe`` or ``translate``."""
+    language: str
+    """English name of the language, such as ``german``. Empty for silent audio without a given language."""
+    duration: float
+    """Length of the audio in seconds."""
+    text: str
+    """Text of the whole file. Empty if the file contains no speech."""
+    segments: list[SpeechSegment]
+    """Segments in the order of their start. Empty if the request does not ask for segments."""
+    output_tokens: int
+    """Number of tokens that the model generated."""
+
+
+def read_transcript_item(message: pb.TranscribeResponse) -> str | Transcript:
+    """Convert a response message of Transcribe: new text, or the transcript."""
+    if message.WhichOneof("message") != "transcript":
+        return message.text
+    found = message.transcript
+    return Transcript(
+        request_id=found.request_id,
+        task=pb.SpeechTask.Name(found.task).removeprefix("SPEECH_TASK_").lower(),
+        language=found.language,
+        duration=found.duration,
+        text=found.text,
+        segments=[_segment(each) for each in found.segments],
+        output_tokens=found.output_tokens,
+    )
+
+
+def transcript_of(items: Sequence[str | Transcript]) -> Transcript:
+    """Return the transcript of a complete stream, which is the last item. Raises Internal if it is missing."""
+    if not items or not isinstance(last := items[-1], Transcript):
+        raise Internal("INTERNAL", "the server ended the stream without a transcript")
+    return last
+
+
+def _segment(message: pb.SpeechSegment) -> SpeechSegment:
+    return SpeechSegment(
+        start=message.start,
+        end=message.end,
+        seek=message.seek,
+        text=message.text,
+        token_ids=list(message.token_ids),
+        temperature=message.temperature,
+        avg_logprob=message.avg_logprob,
+        compression_ratio=message.compression_ratio,
+        no_speech_prob=message.no_speech_prob,
+    )
 
 
 def read_output(message: pb.GenerateResponse) -> Output:

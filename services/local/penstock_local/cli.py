@@ -21,6 +21,7 @@ from penstock_local.bench.options import BenchOptions
 from penstock_local.console import fail
 from penstock_local.flags import Parser
 from penstock_local.serving.serve_options import MAX_LORAS, ServeOptions
+from penstock_local.transcribe_flags import add_transcribe
 
 
 def _add_adapter(group: argparse._ArgumentGroup, more: str = "") -> None:
@@ -226,6 +227,7 @@ examples:
   penstock serve ./my-model --engines 2 --grpc-port 50061
   penstock generate "Once upon a time" --max-tokens 60 --temperature 0.8 --seed 7
   echo "2 + 2 =" | penstock generate - --temperature 0 --stop "."
+  penstock transcribe speech.mp3 --format srt
   penstock chat --system "Answer briefly."
   penstock bench --concurrency 16 --requests 200
   penstock batch requests.jsonl answers.jsonl --model Qwen/Qwen3-0.6B
@@ -279,6 +281,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True, title="commands", prog="penstock")
     _add_serve(commands)
     _add_generate(commands)
+    add_transcribe(commands)
     _add_chat(commands)
     _add_status(commands)
     _add_scale(commands)

@@ -152,6 +152,7 @@ class SpeechRig:
         self.model = ScriptedSpeech()
         places = list(itertools.islice(_places(), num_windows))
         self.media = ScriptedSplit(num_windows * 25.0 + 1.0, places)
+        self.address = ""
         self.metrics = FrontendMetrics("m")
         self.tokens: SpeechTokens = load_tokens(TOKENIZER, CONFIG, {"is_multilingual": not english})
         llm: Any = self.model

@@ -179,7 +179,14 @@ class Servers:
         )
         llm, limits = assembly.llm, assembly.settings.limits
         own = inference.InferenceServicer(
-            llm, assembly.chat, config, limits, assembly.labels, assembly.scoring, assembly.warnings
+            llm,
+            assembly.chat,
+            config,
+            limits,
+            assembly.labels,
+            assembly.scoring,
+            assembly.speech,
+            assembly.warnings,
         )
         inference.add_to_server(own, public.server)
         card = load_model_card(config.model, assembly.generation_config)

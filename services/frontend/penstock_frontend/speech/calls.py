@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
-from penstock_common.errors import InvalidArgument, Unimplemented
+from penstock_common.errors import WRONG_MODEL_KIND, InvalidArgument, Unimplemented, quoted
 from penstock_common.types.sampling import Bounds
 from penstock_frontend.call_types import EncodedFile, MediaPart
 from penstock_frontend.calls.admission import Demand, check_deadline
@@ -122,6 +122,19 @@ class SpeechCalls:
         except ExceptionGroup as e:
             raise e.exceptions[0] from None
         return language
+
+
+def required(speech: SpeechCalls | None, model: str) -> SpeechCalls:
+    """Return ``speech``. Raises InvalidArgument with the reason WRONG_MODEL_KIND if it is None, because the model does
+    not transcribe speech.
+    """
+    if speech is None:
+        raise InvalidArgument(
+            f"the model {quoted(model)} does not transcribe speech; serve a Whisper model, with media.enabled true",
+            field="model",
+            reason=WRONG_MODEL_KIND,
+        )
+    return speech
 
 
 async def _window(

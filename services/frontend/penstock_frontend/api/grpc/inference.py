@@ -20,7 +20,7 @@ from penstock_common.rpc.interceptor import check_response_size
 from penstock_common.types.outputs import RequestError
 from penstock_common.types.request import PoolingTask
 from penstock_frontend.api.call_context import tenant_of_message
-from penstock_frontend.api.grpc import messages
+from penstock_frontend.api.grpc import messages, speech_messages
 from penstock_frontend.api.grpc.servicers import media_limits, refuses_unserved
 from penstock_frontend.call_types import ChatRequest, GenerateRequest, caller_named
 from penstock_frontend.call_warnings import CallWarnings, WarningLog
@@ -31,6 +31,7 @@ from penstock_frontend.calls.live_request import LiveRequest
 from penstock_frontend.calls.scoring import ScoringCalls
 from penstock_frontend.config import FrontendConfig, LimitsConfig
 from penstock_frontend.dispatch.adapters import NamedAdapter
+from penstock_frontend.speech.calls import SpeechCalls, required
 
 R = TypeVar("R", GenerateRequest, ChatRequest)
 Out = TypeVar("Out")
@@ -233,8 +234,10 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
         limits: Reread[LimitsConfig],
         labels: Sequence[str],
         scoring: ScoringCalls,
+        speech: SpeechCalls | None,
         warnings: WarningLog,
     ) -> None:
+        """Create the servicer. ``speech`` is None if the model does not transcribe speech."""
         self._llm = llm
         self._warnings = warnings
         self._chat = chat
@@ -242,6 +245,7 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
         self._model = config.model
         self._limits = limits
         self._scoring = scoring
+        self._speech = speech
         self._max_response_bytes = config.server.max_message_bytes
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
@@ -310,6 +314,14 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
         self._llm.pooling.inputs.check_count(len(request.documents), field="documents")
         converted = messages.score_request(request, **_call(context), prompts=self._llm.pooling.inputs.prompts)
         return messages.score_response(await self._scoring.run(converted))
+
+    async def Transcribe(self, request: pb.TranscribeRequest, context: Context) -> AsyncIterator[pb.TranscribeResponse]:
+        """Transcribe an audio file, and stream the text and the transcript."""
+        speech = required(self._speech, self._model.name)
+        stream = speech.stream(speech_messages.transcription_request(request, **_call(context)))
+        context.add_done_callback(lambda _: stream.close())  # type: ignore[arg-type]  # its stub is no Protocol
+        async for item in stream:
+            yield speech_messages.transcribe_response(item)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """Return the token ids of a text."""

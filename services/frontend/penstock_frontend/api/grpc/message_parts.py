@@ -189,7 +189,8 @@ def _tensors(message: media_pb2.MediaFeatures, path: str) -> dict[str, TensorDat
     }
 
 
-Message: TypeAlias = pb.GenerateRequest | pb.ChatRequest | pb.EmbedRequest | pb.ClassifyRequest | pb.ScoreRequest
+_Salted = pb.GenerateRequest | pb.ChatRequest | pb.TranscribeRequest
+Message: TypeAlias = _Salted | pb.EmbedRequest | pb.ClassifyRequest | pb.ScoreRequest
 
 
 def context_of(message: Message, metadata: Mapping[str, str], time_left: float | None) -> RequestContext:
@@ -203,5 +204,5 @@ def context_of(message: Message, metadata: Mapping[str, str], time_left: float |
         external_request_id=message.request_id,
         model=message.model,
         lora=message.lora,
-        cache_salt=message.cache_salt if isinstance(message, pb.GenerateRequest | pb.ChatRequest) else "",
+        cache_salt=message.cache_salt if isinstance(message, _Salted) else "",
     )
