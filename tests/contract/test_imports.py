@@ -87,6 +87,8 @@ def test_llm_knows_only_the_doors_of_the_frontend() -> None:
             "config",
             "in_process_media",
             "interfaces",
+            "speech.formats",
+            "speech.types",
         )
     }
     used = {

@@ -80,8 +80,6 @@ class Assembly(NamedTuple, Generic[E]):
     """Service that processes media. The caller must close it after the last request. None for a text-only model."""
     warnings: WarningLog
     """Log of the warnings about the calls of all protocols."""
-    speech: Speech | None
-    """Component that transcribes audio files. None if the model does not transcribe."""
 
 
 class AssemblyConfig(msgspec.Struct, frozen=True, kw_only=True):
