@@ -134,6 +134,17 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             description="Seconds that a media worker may take for one item. Items that take longer are refused.",
         ),
     ] = 30.0
+    speech_timeout: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=3600,
+            description=(
+                "Seconds that a media worker may take to decode an audio file to transcribe, and to divide it into "
+                "windows. Files that take longer are refused."
+            ),
+        ),
+    ] = 120.0
     max_queued: Annotated[
         int,
         Meta(

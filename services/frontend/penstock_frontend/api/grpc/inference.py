@@ -378,7 +378,7 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
             root=self._model.path,
             revision=self._model.revision,
             max_model_len=limits.max_model_len if limits else 0,
-            capabilities=engines.capabilities,
+            capabilities=[*engines.capabilities, *([] if self._speech is None else ["transcribe"])],
             num_engines=engines.num_engines,
             vocab_size=self._llm.vocab_size,
             media=[to_message(each, MediaLimits) for each in media_limits(self._llm, self._limits.now)],

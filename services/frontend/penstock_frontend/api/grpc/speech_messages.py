@@ -36,7 +36,6 @@ def transcription_request(
         prompt=message.prompt,
         temperatures=tuple(message.temperatures) or TEMPERATURES,
         segments=message.segments,
-        words=message.words,
         seed=message.seed if message.HasField("seed") else None,
         context=context_of(message, metadata, time_left),
     )

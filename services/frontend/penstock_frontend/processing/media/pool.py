@@ -313,6 +313,7 @@ class WorkerPool:
             max_speech_seconds=config.max_speech_seconds,
             memory=config.worker_memory,
             seconds=config.worker_timeout,
+            speech_seconds=config.speech_timeout,
         )
         self._queue: FairQueue[_Waiting] = FairQueue()
         self._work = asyncio.Event()
@@ -450,10 +451,10 @@ class WorkerPool:
             )
         waiting.attempts += 1
         try:
-            async with asyncio.timeout(self._config.worker_timeout):
+            async with asyncio.timeout(self._timeout(job)[1]):
                 outcome = await worker.process(job)
         except TimeoutError:
-            waiting.fail(self._too_slow())
+            waiting.fail(self._too_slow(job))
             return False
         except WorkerLost:
             await self._lost(worker, waiting)
@@ -490,16 +491,22 @@ class WorkerPool:
             "media worker process ended while it processed a media item", code=code, modality=waiting.job.modality
         )
         if code == -signal.SIGXCPU:
-            waiting.fail(self._too_slow())
+            waiting.fail(self._too_slow(waiting.job))
         elif waiting.attempts >= _ATTEMPTS:
             waiting.fail(Unreadable("crashes the processes that decode it"))
         else:
             self._queue.put_back(waiting.tenant, waiting)
             self._work.set()
 
-    def _too_slow(self) -> TooLarge:
-        limit = self._config.worker_timeout
-        return TooLarge("takes too long to decode and process, in seconds", "media.worker_timeout", limit)
+    def _timeout(self, job: Job) -> tuple[str, float]:
+        """Return the setting that limits the time for a job, and its value in seconds."""
+        if job.kind == "split":
+            return "media.speech_timeout", self._config.speech_timeout
+        return "media.worker_timeout", self._config.worker_timeout
+
+    def _too_slow(self, job: Job) -> TooLarge:
+        setting, limit = self._timeout(job)
+        return TooLarge("takes too long to decode and process, in seconds", setting, limit)
 
     async def _replaced(self) -> WorkerProcess | None:
         try:

@@ -69,7 +69,7 @@ class MediaWorker:
         while True:
             job = decode_job(self._head())
             files = [self._take(size) for size in job.sizes]
-            _limit_seconds(setup.seconds)
+            _limit_seconds(setup.speech_seconds if job.kind == "split" else setup.seconds)
             if not self._answer(processor, setup, job, files):
                 return
 

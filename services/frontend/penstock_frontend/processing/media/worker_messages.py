@@ -50,6 +50,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
         max_speech_seconds: Maximum length of an audio file to split, in seconds.
         memory: Number of bytes that the worker may allocate in addition to its memory when it receives this message.
         seconds: Time limit for decoding and processing one item, in seconds.
+        speech_seconds: Time limit for decoding and splitting one audio file, in seconds.
     """
 
     make_processor: bytes
@@ -58,6 +59,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     max_speech_seconds: float
     memory: int
     seconds: float
+    speech_seconds: float
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):

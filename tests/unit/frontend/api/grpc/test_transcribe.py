@@ -89,9 +89,6 @@ async def test_wrong_calls_are_refused(served: SpeechRig) -> None:
             await client.transcribe("file.wav")  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="has no argument 'langage'; did you mean 'language'"):
             await client.transcribe(b"a", langage="de")  # type: ignore[call-arg]
-        call = client.stub.Transcribe(pb.TranscribeRequest(audio=b"a", words=True))
-        with pytest.raises(Exception, match="timestamps of words are not supported"):
-            await call.read()
         call = client.stub.Transcribe(pb.TranscribeRequest(audio=b"a", task=7))  # type: ignore[arg-type]
         with pytest.raises(Exception, match=r"task is 7; it must be 1 \(transcribe\) or 2 \(translate\)"):
             await call.read()

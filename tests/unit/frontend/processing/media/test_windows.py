@@ -125,6 +125,11 @@ async def test_a_worker_splits_a_file(make: Make) -> None:
         await made.service.split(speech(sound_file(seconds=1.0)), deadline=time.time() - 1)
 
 
+async def test_a_file_that_takes_too_long_is_refused(make: Make) -> None:
+    with pytest.raises(InvalidArgument, match=r"takes too long .*; media\.speech_timeout is 0\.001"):
+        await make(speech_timeout=0.001).service.split(speech(sound_file(seconds=20.0)), deadline=None)
+
+
 async def test_files_beyond_a_limit_are_refused(make: Make) -> None:
     made = make(LimitsConfig(max_media_bytes_in_flight=4_000_000), max_speech_seconds=40.0, max_bytes=3_000_000)
     with pytest.raises(InvalidArgument, match=r"file has at least 41\.0 s of sound; media\.max_speech_seconds is 40"):
