@@ -9,6 +9,10 @@ _PRECISION = 0.02
 """Seconds between two timestamps."""
 
 
+_LEAST_UNREAD = 1.0
+"""Minimum number of seconds that the model must have read, and that must be left, to read the rest of a window."""
+
+
 class Span(NamedTuple):
     """A segment of a window.
 
@@ -31,6 +35,18 @@ def spans(token_ids: Sequence[int], first_timestamp: int, seconds: float) -> lis
     timestamp, or to the end of the window. Tokens without any timestamp are one segment.
     """
     return [each for part in _parts(token_ids, first_timestamp) if (each := _span(part, first_timestamp, seconds))]
+
+
+def unread_from(token_ids: Sequence[int], first_timestamp: int, seconds: float) -> float | None:
+    """Return the time in the window from which the model has not read the speech, or None if it has read all of it.
+
+    If the output ends with two timestamps, the model has stopped before a further segment, which begins at the last
+    timestamp. OpenAI's Whisper also continues there.
+    """
+    if len(token_ids) < 2 or min(token_ids[-2:]) < first_timestamp:
+        return None
+    time = (token_ids[-1] - first_timestamp) * _PRECISION
+    return time if _LEAST_UNREAD <= time <= seconds - _LEAST_UNREAD else None
 
 
 def _parts(token_ids: Sequence[int], first_timestamp: int) -> Iterator[Sequence[int]]:

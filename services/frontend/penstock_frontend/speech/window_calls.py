@@ -14,7 +14,7 @@ from penstock_frontend.calls.admission import Demand, check_deadline
 from penstock_frontend.calls.generate import AsyncLLM
 from penstock_frontend.processing.media.split_speech import SpeechWindow
 from penstock_frontend.speech.prompts import SpeechTokens
-from penstock_frontend.speech.segments import Quality, quality, spans
+from penstock_frontend.speech.segments import Quality, quality, spans, unread_from
 from penstock_frontend.speech.types import Segment, TranscriptionRequest
 
 
@@ -109,7 +109,12 @@ class WindowCalls:
                 break
         if not request.segments or detected is None:
             return Spoken(text, ())
-        return Spoken(text, self._segments(window, output.token_ids, temperature, found, detected))
+        segments = self._segments(window, output.token_ids, temperature, found, detected)
+        ids = [each for each in output.token_ids if self._is_spoken(each)]
+        if (time := unread_from(ids, tokens.first_timestamp, window.seconds)) is None:
+            return Spoken(text, segments)
+        rest = await self.transcribe(window.rest(time), language, detected)
+        return Spoken(text + rest.text, [*segments, *rest.segments])
 
     def _segments(
         self,
@@ -120,7 +125,7 @@ class WindowCalls:
         detected: Detected,
     ) -> list[Segment]:
         first = self._tokens.first_timestamp
-        ids = [each for each in token_ids if each >= first or self._tokens.is_text(each)]
+        ids = [each for each in token_ids if self._is_spoken(each)]
         return [
             Segment(
                 start=window.start + span.start,
@@ -135,6 +140,10 @@ class WindowCalls:
             )
             for span in spans(ids, first, window.seconds)
         ]
+
+    def _is_spoken(self, token_id: int) -> bool:
+        """Return whether a token is text or a timestamp."""
+        return token_id >= self._tokens.first_timestamp or self._tokens.is_text(token_id)
 
     def _text(self, token_ids: Sequence[int]) -> str:
         return self._llm.tokenizer.decode([each for each in token_ids if self._tokens.is_text(each)])

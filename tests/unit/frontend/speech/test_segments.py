@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.models.whisper.generation_whisper import WhisperGenerationMixin
 
-from penstock_frontend.speech.segments import quality, spans
+from penstock_frontend.speech.segments import quality, spans, unread_from
 
 FIRST = 1000
 TEXT = st.lists(st.integers(1, 99), min_size=1, max_size=3)
@@ -77,6 +77,21 @@ def test_text_after_the_last_pair_ends_with_the_window() -> None:
 )
 def test_segments_stay_in_the_window(ids: list[int], want: list[tuple[float, float]]) -> None:
     assert [(round(start, 6), round(end, 6)) for start, end, _ in found(ids, 9.0)] == want
+
+
+@pytest.mark.parametrize(
+    ("ids", "time"),
+    [
+        ([at(0), 5, at(4), at(4)], 4.0),
+        ([at(0), 5, at(4)], None),
+        ([at(0), 5, at(4), at(4), 6], None),
+        ([at(0), 5, at(8.5), at(8.5)], None),
+        ([at(0), at(0.4)], None),
+        ([], None),
+    ],
+)
+def test_two_timestamps_at_the_end_leave_speech_unread(ids: list[int], time: float | None) -> None:
+    assert unread_from(ids, FIRST, 9.0) == time
 
 
 def test_quality_has_the_thresholds_of_whisper() -> None:

@@ -4,8 +4,11 @@ import struct
 from collections import deque
 from typing import NamedTuple
 
+import numpy as np
+
 from penstock_common.in_flight import BytesInFlight, Held
 from penstock_frontend.processing.media.families.base import ProcessedItem
+from penstock_frontend.processing.media.windows import HEADER_BYTES, wav
 from penstock_frontend.processing.media.worker_messages import Unreadable
 
 
@@ -21,6 +24,13 @@ class SpeechWindow(NamedTuple):
     start: float
     seconds: float
     file: bytes | bytearray
+
+    def rest(self, seconds: float) -> "SpeechWindow":
+        """Return the part of the window from ``seconds`` on."""
+        samples = np.frombuffer(self.file, np.float32, offset=HEADER_BYTES)
+        rate = round(len(samples) / self.seconds)
+        first = round(seconds * rate)
+        return SpeechWindow(self.start + first / rate, (len(samples) - first) / rate, wav(samples[first:], rate))
 
 
 class SplitSpeech:

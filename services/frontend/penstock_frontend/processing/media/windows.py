@@ -26,6 +26,10 @@ _FLOAT_FORMAT = 3
 """Number of the format of WAV files whose samples are float32 numbers."""
 
 
+HEADER_BYTES = 44
+"""Size of the header of the WAV files of windows."""
+
+
 class Window(NamedTuple):
     """A part of an audio file.
 

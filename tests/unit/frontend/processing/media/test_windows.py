@@ -16,7 +16,7 @@ from penstock_common.in_flight import BytesInFlight
 from penstock_frontend.call_types import EncodedFile, MediaPart
 from penstock_frontend.config import LimitsConfig
 from penstock_frontend.processing.media.families.base import ProcessedItem
-from penstock_frontend.processing.media.split_speech import split_speech
+from penstock_frontend.processing.media.split_speech import SpeechWindow, split_speech
 from penstock_frontend.processing.media.windows import split, wav, windows
 from penstock_frontend.processing.media.worker_messages import Unreadable
 from tests.fakes.media_files import sound_file
@@ -96,6 +96,13 @@ def test_files_have_the_samples_and_the_true_offsets() -> None:
         start = round(window.start * RATE)
         assert rate == RATE
         np.testing.assert_array_equal(read, samples[start : start + round(window.seconds * RATE)])
+
+
+def test_the_rest_of_a_window_has_the_last_samples() -> None:
+    samples = noise(3.0)
+    window = SpeechWindow(10.0, 3.0, wav(samples, RATE)).rest(1.5)
+    assert (window.start, window.seconds) == (11.5, 1.5)
+    np.testing.assert_array_equal(soundfile.read(BytesIO(window.file), dtype="float32")[0], samples[24_000:])
 
 
 def test_a_wav_file_keeps_numbers_above_one() -> None:
