@@ -71,7 +71,7 @@ async def test_a_frontend_tells_of_all_its_listeners_and_connections(files: File
         ) as server,
     ):
         fields = ("server.tls", "admin.tls", "http.tls", "metrics.tls", "coordinator.tls", "engine_tls")
-        assert told(server.frontend._metrics.registry) == both(*fields)
+        assert told(server.frontend._models[0].assembly.metrics.registry) == both(*fields)
 
 
 async def test_without_tls_a_service_tells_nothing() -> None:

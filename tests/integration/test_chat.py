@@ -298,5 +298,5 @@ async def test_a_model_without_a_template_says_so(frontend: FrontendServer) -> N
 async def test_a_refused_chat_leaves_nothing_behind(chat: FrontendServer, writer: FakeEngine) -> None:
     says(writer, "x")
     await failure(chat.stub.Chat(request(pb.ChatMessage(role="root"), request_id="r")))
-    await eventually(lambda: not chat.frontend._llm.num_live)
+    await eventually(lambda: not chat.frontend._models[0].assembly.llm.num_live)
     assert json.dumps([r.content for r in await answers(chat, request_id="r")]) == '["x"]'

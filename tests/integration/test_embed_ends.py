@@ -34,7 +34,7 @@ async def frontend(silent: FakeEngine, tmp_path: Path) -> AsyncIterator[Frontend
 
 
 def live(frontend: FrontendServer) -> int:
-    llm: Any = frontend.frontend._llm
+    llm: Any = frontend.frontend._models[0].assembly.llm
     return len(llm._live) + len(llm.pooling.outputs)
 
 

@@ -23,7 +23,7 @@ class SentPerTurn:
         self.counts: Counter[int] = Counter()
         self._turn = 0
         self._loop = asyncio.get_running_loop()
-        engines = server.server.frontend._engines
+        engines = server.server.frontend._models[0].assembly.engines
         add = engines.add
 
         def counted(*requests: EngineCoreRequest) -> None:

@@ -64,15 +64,15 @@ class System(NamedTuple):
     def live(self) -> dict[str, int]:
         """Return the requests that the frontend and the engine have not released."""
         frontend = self.frontend.frontend
-        dispatch = frontend._engines._dispatch
+        dispatch = frontend._models[0].assembly.engines._dispatch
         return {
-            "accepted": frontend._llm.num_live,
-            "followed": len(frontend._llm._outputs),
-            "pooling": len(frontend._llm.pooling.outputs),
+            "accepted": frontend._models[0].assembly.llm.num_live,
+            "followed": len(frontend._models[0].assembly.llm._outputs),
+            "pooling": len(frontend._models[0].assembly.llm.pooling.outputs),
             "journal": len(dispatch._journal),
             "held": dispatch.num_held,
             "engine": len(self.engine.running),
-            "admitted": frontend._llm._admission._all.count,
+            "admitted": frontend._models[0].assembly.llm._admission._all.count,
         }
 
 
@@ -222,7 +222,7 @@ class Panicking:
 
 
 def panicking(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = system.frontend.frontend._llm.tokenizer
+    tokenizer = system.frontend.frontend._models[0].assembly.llm.tokenizer
     monkeypatch.setattr(tokenizer, "_reader", Panicking(tokenizer._reader))
 
 
@@ -236,7 +236,7 @@ class PanickingDecoder(Panicking):
 
 
 def panicking_at_a_token(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = system.frontend.frontend._llm.tokenizer
+    tokenizer = system.frontend.frontend._models[0].assembly.llm.tokenizer
     monkeypatch.setattr(tokenizer, "_backend", PanickingDecoder(tokenizer._backend))
     mangled(lambda output: output.new_token_ids.__setitem__(0, PANIC_TOKEN))(system, monkeypatch)
 
@@ -415,7 +415,7 @@ async def test_what_cannot_be_read_beside_the_outputs_of_a_frame_ends_none_of_th
                     utility_output=engine_pb.UtilityOutput(call_id=len(calls), result=b"\xc1")
                 )
             )
-            results = await system.frontend.frontend._engines.call_utility("engine_info")
+            results = await system.frontend.frontend._models[0].assembly.engines.call_utility("engine_info")
             [error] = results.values()
             assert (error.code, error.reason) == ("INTERNAL", "INCIDENT")
         assert text_of(await stepping(system, neighbour)) == UNDISTURBED
@@ -440,7 +440,7 @@ async def test_a_message_of_a_session_that_cannot_be_read_ends_no_request_of_it(
 
 async def until_draining(system: System) -> None:
     async with asyncio.timeout(PATIENCE):
-        while system.frontend.frontend._engines.view.num_engines:
+        while system.frontend.frontend._models[0].assembly.engines.view.num_engines:
             await asyncio.sleep(0.005)
 
 

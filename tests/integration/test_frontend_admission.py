@@ -140,7 +140,7 @@ class Spy:
 
     def __init__(self, server: FrontendServer, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
-        tokenizer = server.frontend._llm.tokenizer
+        tokenizer = server.frontend._models[0].assembly.llm.tokenizer
         for name in ("encode", "encode_all", "encode_pairs", "in_thread"):
             monkeypatch.setattr(tokenizer, name, self._counted(getattr(tokenizer, name)))
 
@@ -274,7 +274,7 @@ async def test_a_flooding_tenant_is_refused_and_another_one_is_served_every_time
 
 async def test_waiting_requests_of_one_tenant_leave_room_for_another_tenant(model: Path) -> None:
     async with FrontendServer(model, engines=["127.0.0.1:1"], max_held_requests=2) as frontend:
-        engines = frontend.frontend._engines
+        engines = frontend.frontend._models[0].assembly.engines
         waiting = []
         for tenant in ("a", "a", "b"):
             routing = pb.RoutingHints(tenant=tenant)
@@ -297,7 +297,7 @@ async def test_a_request_that_comes_too_late_is_not_even_tokenized(
     async with FrontendServer(model, engines=[engine.address]) as frontend:
         await frontend.until_health(serving=True)
         spy = Spy(frontend, monkeypatch)
-        llm, chats = frontend.frontend._llm, frontend.frontend._assembly.chat
+        llm, chats = frontend.frontend._models[0].assembly.llm, frontend.frontend._models[0].assembly.chat
         lives = [llm.accept("a"), llm.accept("b")]
         for outputs in (llm.generate(generates, lives[0]), chats.run(converses, lives[1])):
             with pytest.raises(DeadlineExceeded, match="before the request started"):

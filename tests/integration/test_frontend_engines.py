@@ -86,8 +86,8 @@ async def test_a_lost_engine_is_told_with_the_sequences_that_moved_and_logged_on
     assert (lost.engine_id, lost.address, lost.num_moved) == ("a", a.address, 3)
     [line] = [line for line in lines if a.address in str(line)]
     assert (line["event"], line["moved"], len(line["requests"])) == ("engine lost", 3, 1)
-    value = frontend.frontend._metrics.registry.get_sample_value
-    labels = {"model_name": frontend.frontend._metrics.model}
+    value = frontend.frontend._models[0].assembly.metrics.registry.get_sample_value
+    labels = {"model_name": frontend.frontend._models[0].assembly.metrics.model}
     assert value("penstock:engines_connected", labels) == 1
     assert value("penstock:engines_lost_total", {**labels, "cause": "disconnected"}) == 1
     assert value("penstock:engines_lost_total", {**labels, "cause": "failed"}) == 0
@@ -228,7 +228,7 @@ async def test_requests_wait_while_no_engine_is_left_and_go_on_with_the_next(mod
         port = engine.port
         await engine.kill()
         await frontend.until_engines(0)
-        assert frontend.frontend._engines.num_held == 1
+        assert frontend.frontend._models[0].assembly.engines.num_held == 1
         await engine.start(port)
         await engine.until(lambda e: e.running)
         while engine.running:  # one step, or two if the engine died before it sent the first step's frame
@@ -258,7 +258,7 @@ async def test_a_request_that_is_cancelled_while_it_waits_for_an_engine_is_not_s
         await engine.kill()
         await frontend.until_engines(0)
         call.cancel()
-        await eventually(lambda: frontend.frontend._engines.num_held == 0)
+        await eventually(lambda: frontend.frontend._models[0].assembly.engines.num_held == 0)
         await engine.start(port)
         await engine.until(lambda e: e.sessions)
         await frontend.until_engines(1)
@@ -268,7 +268,7 @@ async def test_a_request_that_is_cancelled_while_it_waits_for_an_engine_is_not_s
 async def test_more_requests_than_may_wait_for_an_engine_are_refused(model: Path) -> None:
     async with FrontendServer(model, engines=["127.0.0.1:1"], max_held_requests=1) as frontend:
         first = asyncio.create_task(collect(frontend.generate()))
-        await eventually(lambda: frontend.frontend._engines.num_held == 1)
+        await eventually(lambda: frontend.frontend._models[0].assembly.engines.num_held == 1)
         error = await failure(frontend.generate())
         first.cancel()
     assert isinstance(error, ResourceExhausted)
@@ -380,9 +380,9 @@ async def test_engines_that_are_listed_no_more_count_as_dead(
             cables[number].unplug()
             cables[number].cut()
             await engines[number].until(lambda engine: not engine.running)
-        await eventually(lambda: frontend.frontend._engines.num_held == 1)
+        await eventually(lambda: frontend.frontend._models[0].assembly.engines.num_held == 1)
         assert not request.done()
-        frontend.frontend._engines.follow([])
+        frontend.frontend._models[0].assembly.engines.follow([])
         await eventually(request.done)
         error = request.exception()
         assert isinstance(error, Internal)
@@ -527,7 +527,7 @@ async def test_a_rank_that_is_not_connected_is_waited_for(
     await a.kill()
     await until_states(frontend, {"a": control_pb2.ENGINE_STATE_DEAD, "b": control_pb2.ENGINE_STATE_SERVING})
     call = asyncio.create_task(frontend.outputs(max_tokens=1, routing={"data_parallel_rank": 1}))
-    await eventually(lambda: frontend.frontend._engines.num_held == 1)
+    await eventually(lambda: frontend.frontend._models[0].assembly.engines.num_held == 1)
     await a.start(port)
     assert await call
     assert (len(a.requests), len(b.requests)) == (1, 0)
@@ -537,9 +537,9 @@ async def test_an_engine_that_lost_its_index_to_another_has_no_rank(
     frontend: FrontendServer, engines: tuple[FakeEngine, FakeEngine]
 ) -> None:
     a, b = engines
-    frontend.frontend._engines.follow_view(view(a))
+    frontend.frontend._models[0].assembly.engines.follow_view(view(a))
     # b has a's index, because a's lease has expired, while a's session is still open.
-    frontend.frontend._engines.follow_view(view(b))
+    frontend.frontend._models[0].assembly.engines.follow_view(view(b))
     calls = [frontend.generate(max_tokens=1, routing={"data_parallel_rank": 0}) for _ in range(4)]
     await b.until(lambda e: len(e.running) == 4)
     b.step()
@@ -622,7 +622,7 @@ async def test_views_bring_engines_and_their_states(
     frontend: FrontendServer, engines: tuple[FakeEngine, FakeEngine]
 ) -> None:
     a, b = engines
-    client = frontend.frontend._engines
+    client = frontend.frontend._models[0].assembly.engines
     client.follow_view(view(a, b, a=EngineState.WEDGED))
     calls = [frontend.generate(max_tokens=1) for _ in range(3)]
     await b.until(lambda e: len(e.running) == 3)
@@ -636,13 +636,13 @@ async def test_an_engine_that_leaves_the_view_keeps_its_streams_until_it_breaks(
 ) -> None:
     a, b = engines
     readers = await two_requests(frontend, engines)
-    frontend.frontend._engines.follow_view(view(b))
+    frontend.frontend._models[0].assembly.engines.follow_view(view(b))
     a.step()
     b.step()
     assert all(await asyncio.gather(*readers))
     a.close_streams()
     await until_states(frontend, {"b": control_pb2.ENGINE_STATE_SERVING})
-    frontend.frontend._engines.follow_view(view(a, b))
+    frontend.frontend._models[0].assembly.engines.follow_view(view(a, b))
     both = {"a": control_pb2.ENGINE_STATE_SERVING, "b": control_pb2.ENGINE_STATE_SERVING}
     await until_states(frontend, both)
 
@@ -655,7 +655,7 @@ async def test_an_engine_past_max_engines_gets_nothing_new_and_is_given_up_when_
     async with FrontendServer(model, engines=[a.address, b.address], coordinator=few) as frontend:
         await until_states(frontend, dict.fromkeys("ab", control_pb2.ENGINE_STATE_SERVING))
         readers = await two_requests(frontend, engines)
-        client = frontend.frontend._engines
+        client = frontend.frontend._models[0].assembly.engines
         client.follow_view(view(a, b))
         calls = [frontend.generate(max_tokens=1) for _ in range(4)]
         while len(a.running) + len(b.running) < 6:
@@ -680,7 +680,7 @@ async def test_an_idle_engine_whose_lease_expired_and_that_does_not_answer_is_lo
     async with a, b, FrontendServer(model, engines=[a.address, b.address], detection=detection) as frontend:
         await until_states(frontend, dict.fromkeys("ab", control_pb2.ENGINE_STATE_SERVING))
         a.frozen = True
-        frontend.frontend._engines.follow_view(view(b))
+        frontend.frontend._models[0].assembly.engines.follow_view(view(b))
         await until_states(frontend, {"b": control_pb2.ENGINE_STATE_SERVING})
     said = capsys.readouterr().out
     assert (
@@ -695,7 +695,7 @@ async def test_counts_of_a_view_steer_requests_away_from_a_loaded_engine(
 ) -> None:
     a, b = engines
     loaded = EngineStatus(engine_id="a", incarnation="1", address=a.address, num_waiting_reqs=20, num_running_reqs=50)
-    frontend.frontend._engines.follow_view(ClusterView(engines=(loaded, *view(b).engines)))
+    frontend.frontend._models[0].assembly.engines.follow_view(ClusterView(engines=(loaded, *view(b).engines)))
     calls = [frontend.generate(max_tokens=1) for _ in range(10)]
     await b.until(lambda e: len(e.running) == 10)
     b.step()

@@ -226,8 +226,8 @@ async def test_random_cancellations_leave_nothing_behind(model: Path) -> None:
         results = await asyncio.gather(*readers, return_exceptions=True)
         await engine.until(lambda e: not e.running)
         assert all(len(joined(result)[1]) == 100 for result in results[1::2])  # type: ignore[arg-type]
-        assert len(frontend.frontend._llm._live) == 0
-        assert len(frontend.frontend._llm._outputs) == 0
+        assert len(frontend.frontend._models[0].assembly.llm._live) == 0
+        assert len(frontend.frontend._models[0].assembly.llm._outputs) == 0
 
 
 async def test_tokenize_and_detokenize_are_inverse(engine: FakeEngine, model: Path) -> None:

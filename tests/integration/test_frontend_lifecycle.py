@@ -134,7 +134,7 @@ async def test_a_drain_that_is_too_short_to_move_connections_is_warned_of(
 async def test_a_request_that_waits_for_an_engine_ends_with_the_frontend(model: Path) -> None:
     async with FrontendServer(model, engines=["127.0.0.1:1"], drain_timeout=0.05) as frontend:
         reader = asyncio.create_task(failure(frontend.generate()))
-        await eventually(lambda: frontend.frontend._llm._live)
+        await eventually(lambda: frontend.frontend._models[0].assembly.llm._live)
         frontend.frontend.stop()
         error = await reader
     assert isinstance(error, Unavailable)
@@ -323,7 +323,7 @@ async def test_without_engines_a_frontend_can_be_ready_as_soon_as_it_knows_the_c
         async with FrontendServer(model, coordinator=there, ready_without_engines=True) as frontend:
             await frontend.until_health(serving=True)
         async with FrontendServer(model, coordinator=there) as frontend:
-            await eventually(lambda: frontend.frontend._coordinator.view is not None)
+            await eventually(lambda: frontend.frontend._models[0].coordinator.view is not None)
             assert await status(frontend, "") == health_pb2.HealthCheckResponse.NOT_SERVING
     finally:
         await coordinator.stop()

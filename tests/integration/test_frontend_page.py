@@ -41,6 +41,7 @@ async def test_the_state_names_the_model_and_its_engines(engine: FakeEngine, mod
         await server.until_health(serving=True)
         assert await state_of(server) == {
             "model": "model",
+            "models": ["model"],
             "capabilities": ["generate"],
             "chat": False,
             "tools": False,

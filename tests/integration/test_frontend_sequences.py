@@ -145,8 +145,8 @@ async def test_one_failed_sequence_fails_the_call_and_ends_the_others(manual: Fa
         manual.step()
         assert isinstance(await reader, InvalidArgument)
         await manual.until(lambda e: len(e.aborted) == 2)
-        assert len(frontend.frontend._llm._outputs) == 0
-        assert len(frontend.frontend._llm._live) == 0
+        assert len(frontend.frontend._models[0].assembly.llm._outputs) == 0
+        assert len(frontend.frontend._models[0].assembly.llm._live) == 0
 
 
 async def test_a_request_is_over_when_its_last_sequence_has_ended(manual: FakeEngine, model: Path) -> None:
@@ -161,7 +161,7 @@ async def test_a_request_is_over_when_its_last_sequence_has_ended(manual: FakeEn
         manual.step()
         while not (await anext(messages)).finish_reason:
             pass
-        assert frontend.frontend._llm.num_live == 1
+        assert frontend.frontend._models[0].assembly.llm.num_live == 1
         manual.step()
         while not (await anext(messages)).finish_reason:
             pass

@@ -159,7 +159,9 @@ async def test_withheld_text_comes_with_the_last_output(stepped: FrontendServer,
     await session.generate("a", stop=[first + "never"])
     await manual.until(lambda e: e.running)
     manual.step()
-    await eventually(lambda: [s for s in stepped.frontend._llm._live.copy().pop().states if s.num_received])
+    await eventually(
+        lambda: [s for s in stepped.frontend._models[0].assembly.llm._live.copy().pop().states if s.num_received]
+    )
     await session.send(abort_request_id="a")
     end = await session.last("a")
     assert isinstance(end, pb.GenerateResponse)
@@ -222,7 +224,7 @@ async def test_a_session_has_a_limit_of_requests(stepped: FrontendServer, manual
         refused = await session.last("r3")
     [line] = [line for line in lines if line["event"] == "request refused"]
     assert (line["request"], line["tenant"], line["code"]) == ("r3", "t3", "RESOURCE_EXHAUSTED")
-    assert stepped.frontend._llm.tenants.recent() == [Refused("t3", "QUEUE_FULL", 1)]
+    assert stepped.frontend._models[0].assembly.llm.tenants.recent() == [Refused("t3", "QUEUE_FULL", 1)]
     assert error(refused).code == "RESOURCE_EXHAUSTED"
     assert error(refused).retry_after > 0
     assert "limits.max_session_requests is 3" in error(refused).message
@@ -261,7 +263,7 @@ async def test_cancelling_a_session_ends_all_its_requests(stepped: FrontendServe
     await manual.until(lambda e: len(e.running) == 3)
     session.call.cancel()
     await manual.until(lambda e: len(e.aborted) == 3)
-    await eventually(lambda: not stepped.frontend._llm._live)
+    await eventually(lambda: not stepped.frontend._models[0].assembly.llm._live)
 
 
 async def test_a_cancelled_session_leaves_none_of_its_tasks(stepped: FrontendServer, manual: FakeEngine) -> None:

@@ -55,7 +55,9 @@ def expected(seed: int) -> list[int]:
 
 
 def metric(frontend: FrontendServer, name: str, **labels: str) -> float:
-    value = frontend.frontend._metrics.registry.get_sample_value(name, {"model_name": "model", **labels})
+    value = frontend.frontend._models[0].assembly.metrics.registry.get_sample_value(
+        name, {"model_name": "model", **labels}
+    )
     return value or 0.0
 
 

@@ -39,7 +39,7 @@ async def refused_by_the_engine(system: System) -> None:
 
 
 async def refused_before_it_was_sent(system: System) -> None:
-    for connection in system.frontend.frontend._engines._pool.connected():
+    for connection in system.frontend.frontend._models[0].assembly.engines._pool.connected():
         assert connection.session is not None
         outgoing = connection.session._outgoing
         outgoing._limits = outgoing._limits._replace(max_message_bytes=10)
@@ -52,7 +52,7 @@ async def cancelled_before_the_first_token(system: System) -> None:
         await eventually(lambda: system.busy)
         for call in calls:
             call.cancel()
-        await eventually(lambda: system.frontend.frontend._llm.num_live == 0)
+        await eventually(lambda: system.frontend.frontend._models[0].assembly.llm.num_live == 0)
 
 
 async def cancelled_after_the_first_token(system: System) -> None:
@@ -100,11 +100,12 @@ async def ended_by_an_operator(system: System) -> None:
     with system.held():
         call = asyncio.ensure_future(outcome(system.generate(max_tokens=240)))
         await eventually(lambda: system.busy)
-        ending = asyncio.ensure_future(system.frontend.frontend._engines.call_utility("pause", ["abort", False]))
+        engines = system.frontend.frontend._models[0].assembly.engines
+        ending = asyncio.ensure_future(engines.call_utility("pause", ["abort", False]))
         await eventually(lambda: any(engine.num_calls for engine in system.engines))
     await ending
     assert await call in ("PAUSED", "FINISH_REASON_ABORT")
-    await system.frontend.frontend._engines.call_utility("resume")
+    await system.frontend.frontend._models[0].assembly.engines.call_utility("resume")
 
 
 ENDS: list[Callable[[System], Awaitable[None]]] = [
@@ -156,7 +157,7 @@ async def test_inputs_to_pool_that_an_engine_refuses_are_not_waiting_there(model
     engine.refusal = finish_pb2.RequestError(code="INVALID_ARGUMENT", message="no")
     async with engine, FrontendServer(model, engines=[engine.address]) as frontend:
         await frontend.until_health(serving=True)
-        registries = [("frontend", frontend.frontend._metrics.registry)]
+        registries = [("frontend", frontend.frontend._models[0].assembly.metrics.registry)]
         before = gauges(registries)
         inputs = [pb.PoolingInput(text=text) for text in ("hello", "world")]
         assert (await failure(frontend.stub.Embed(pb.EmbedRequest(inputs=inputs)))).code == "INVALID_ARGUMENT"

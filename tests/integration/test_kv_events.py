@@ -119,7 +119,7 @@ async def test_what_is_on_host_or_disk_is_known_to_the_router_and_not_told_outsi
     assert (first.sequence_number, second.sequence_number) == (FIRST_SEQUENCE + 1, FIRST_SEQUENCE + 2)
     told = [block.block_hash for batch in (first, second) for event in batch.events for block in event.stored.blocks]
     assert told == [1, 3]
-    caches = watched.frontend._engines._dispatch._choice._caches
+    caches = watched.frontend._models[0].assembly.engines._dispatch._choice._caches
     assert caches.num_on(telling.address) == 3, "the block on the host counts"
 
 
@@ -189,7 +189,7 @@ async def test_blocks_of_an_adapter_have_its_name_from_the_engine_to_the_gateway
 async def test_every_engine_is_a_rank_with_numbers_of_its_own(model: Path) -> None:
     a, b = caching("a"), caching("b")  # both engines report rank 0
     async with a, b, FrontendServer(model, engines=[a.address, b.address]) as frontend:
-        await eventually(lambda: frontend.frontend._engines.view.num_engines == 2)
+        await eventually(lambda: frontend.frontend._models[0].assembly.engines.view.num_engines == 2)
         call = await subscribe(frontend)
         tell(a, stored(1))
         batches = [await anext(aiter(call))]
@@ -213,7 +213,7 @@ async def test_the_blocks_of_an_engine_that_goes_away_are_removed(watched: Front
 
 async def test_a_subscription_that_ends_is_forgotten(watched: FrontendServer, telling: FakeEngine) -> None:
     call = await subscribe(watched)
-    feed: Any = watched.frontend._engines._pool._listener._kv_events
+    feed: Any = watched.frontend._models[0].assembly.engines._pool._listener._kv_events
     assert len(feed._subscriptions) == 1
     call.cancel()
     await eventually(lambda: not feed._subscriptions)

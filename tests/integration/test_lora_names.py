@@ -139,7 +139,7 @@ async def test_an_engine_that_cannot_read_an_adapter_leaves_it_to_another(rig: R
     assert error.message.endswith(": no such file")
     asked = {engine.ready.engine_id for engine in rig.engines if engine.utility_calls}
     assert asked == {"a", "b"}
-    router = rig.frontend.frontend._engines._dispatch._router
+    router = rig.frontend.frontend._models[0].assembly.engines._dispatch._router
     home, *_ = router.loras.in_order([engine.address for engine in rig.engines], digest_of("ahoy"))
     broken, whole = sorted(rig.engines, key=lambda engine: engine.address != home)
     whole.failing = None

@@ -55,14 +55,14 @@ async def load(frontend: FrontendServer, name: str, path: str, **fields: Any) ->
 
 def named(frontend: FrontendServer) -> dict[str, str]:
     """Return the paths of the adapters that requests to this frontend can use, by name."""
-    adapters = frontend.frontend._llm.adapters.adapters
+    adapters = frontend.frontend._models[0].assembly.llm.adapters.adapters
     return {each.name: each.adapter.path for each in adapters.all()}
 
 
 def num_names(frontend: FrontendServer, source: str) -> float | None:
     """Return the number of adapter names from a source, according to the metrics."""
     labels = {"model_name": "model", "source": source}
-    return frontend.frontend._metrics.registry.get_sample_value("penstock:lora_names", labels)
+    return frontend.frontend._models[0].assembly.metrics.registry.get_sample_value("penstock:lora_names", labels)
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ async def test_an_adapter_loaded_on_one_frontend_is_served_by_the_other(engine: 
             assert counts == {"config": 0, "directory": 0, "run_time": 1}
             await second.outputs(model="x", max_tokens=1)
             assert engine.requests[-1].lora.digest == digest_of("content of x")
-            assert second.frontend._llm.adapters.adapters.named("x").pinned
+            assert second.frontend._models[0].assembly.llm.adapters.adapters.named("x").pinned
             await load(second, "x", "/a/y", load_inplace=True)
             await eventually(lambda: named(first) == {"x": "/a/y"})
             await first.admin.UnloadLora(admin_pb.UnloadLoraRequest(name="x"))
@@ -139,8 +139,8 @@ async def test_frontends_that_serve_no_adapters_are_told_of_none(engine: LoraEng
             await load(first, "x", "/a/x")
             await load(first, "y", "/a/y")
             assert named(other) == {}
-            assert other.frontend._coordinator is not None
-            assert other.frontend._coordinator.connected
+            assert other.frontend._models[0].coordinator is not None
+            assert other.frontend._models[0].coordinator.connected
 
 
 def registration(**fields: Any) -> pb.LoraRegistration:

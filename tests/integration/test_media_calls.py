@@ -78,7 +78,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
         FakeEngine(vocab_size=VOCAB_SIZE, max_model_len=1024).serve_media() as engine,
         openai_server(folder, engines=[engine.address], media=media, limits=limits) as api,
     ):
-        token_id = api.server.frontend._llm.tokenizer.token_id("<image>")
+        token_id = api.server.frontend._models[0].assembly.llm.tokenizer.token_id("<image>")
         assert token_id is not None
         yield Served(api, engine, token_id)
 

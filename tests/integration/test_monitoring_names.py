@@ -60,8 +60,8 @@ async def used(system: System) -> None:
     await collect(system.generate())
     await collect(system.generate(lora=next(iter(ADAPTERS))))
     await failure(system.generate(model="other"))
-    system.frontend.frontend._metrics.series("penstock:legs", "two", "long").inc()
-    system.frontend.frontend._llm.end_all()
+    system.frontend.frontend._models[0].assembly.metrics.series("penstock:legs", "two", "long").inc()
+    system.frontend.frontend._models[0].assembly.llm.end_all()
     await failure(system.generate())
 
 

@@ -35,7 +35,7 @@ TIMES = ("request_queue_time_seconds", "request_prefill_time_seconds", "request_
 
 
 def value(frontend: FrontendServer, name: str, **labels: str) -> float:
-    return frontend.frontend._metrics.registry.get_sample_value(name, labels) or 0.0
+    return frontend.frontend._models[0].assembly.metrics.registry.get_sample_value(name, labels) or 0.0
 
 
 def named(name: str, path: Path) -> ModelConfig:
@@ -120,7 +120,7 @@ async def test_frontends_tell_the_engines_load_unless_the_engines_do(engine: Fak
         async with FrontendServer(model, engines=[engine.address], http=http) as frontend:
             await frontend.until_health(serving=True)
             assert value(frontend, "vllm:cache_config_info", **labels) == told
-            names = {metric.name for metric in frontend.frontend._metrics.registry.collect()}
+            names = {metric.name for metric in frontend.frontend._models[0].assembly.metrics.registry.collect()}
             assert ("vllm:num_requests_running" in names) == told
 
 
@@ -230,7 +230,7 @@ async def test_every_line_of_a_requests_task_has_its_id(frontend: FrontendServer
         get_logger().warning("about to break")
         raise ZeroDivisionError
 
-    monkeypatch.setattr(frontend.frontend._llm.inputs, "process", broken)
+    monkeypatch.setattr(frontend.frontend._models[0].assembly.llm.inputs, "process", broken)
     with capture_logs(processors=[merge_contextvars]) as logs:
         await failure(frontend.generate(request_id="r1"))
     [line] = [line for line in logs if line["event"] == "about to break"]

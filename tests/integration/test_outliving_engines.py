@@ -83,7 +83,7 @@ async def test_requests_that_no_engine_takes_in_time_are_unavailable_and_may_be_
             assert isinstance(error, Unavailable)
             assert error.retry_after is not None
             assert "0.5 s" in error.message
-        await eventually(lambda: cluster.frontend.frontend._llm.num_live == 0)
+        await eventually(lambda: cluster.frontend.frontend._models[0].assembly.llm.num_live == 0)
 
 
 async def test_what_was_delivered_before_an_unavailable_end_is_right(model: Path) -> None:
@@ -166,7 +166,7 @@ async def test_a_held_request_whose_client_goes_is_forgotten(model: Path) -> Non
         await cluster.until_held(1)
         running.cancel()
         await cluster.until_held(0)
-        await eventually(lambda: cluster.frontend.frontend._llm.num_live == 0)
+        await eventually(lambda: cluster.frontend.frontend._models[0].assembly.llm.num_live == 0)
         await cluster.engines[0].start()
         await cluster.until_connected()
         assert (await cluster.engines[0].state())["attempts"] == []

@@ -81,7 +81,7 @@ async def serving(addresses: list[str], **options: Any) -> AsyncIterator[Fronten
 
 
 def caches_of(frontend: FrontendServer) -> PrefixCaches:
-    return frontend.frontend._engines._dispatch._choice._caches
+    return frontend.frontend._models[0].assembly.engines._dispatch._choice._caches
 
 
 async def until_known(frontend: FrontendServer, engines: Pair) -> None:
@@ -171,7 +171,7 @@ async def test_after_a_broken_session_the_frontend_knows_what_happened_meanwhile
         await eventually(lambda: caches.num_on(proxied) == engines.cached_blocks(far) > 0)
         for _ in range(2):
             assert (await say(frontend, engines, kept.text)).engine == far
-        assert await other.frontend._engines.call_utility("reset_prefix_cache")
+        assert await other.frontend._models[0].assembly.engines.call_utility("reset_prefix_cache")
         await eventually(lambda: caches.num_on(proxied) == 0)
         assert (await say(frontend, engines, kept.text)).text.startswith(kept.text)
     await proxy.close()
@@ -184,7 +184,7 @@ async def test_changes_that_do_not_arrive_cost_hits_and_no_requests(
         first = await say(frontend, engines, FIRST)
         await until_known(frontend, engines)
         monkeypatch.setattr(caches_of(frontend), "apply", lambda *_: None)
-        await frontend.frontend._engines.call_utility("reset_prefix_cache")
+        await frontend.frontend._models[0].assembly.engines.call_utility("reset_prefix_cache")
         again = await say(frontend, engines, first.text)
         assert (again.engine, again.cached) == (first.engine, 0)
 

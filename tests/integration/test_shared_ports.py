@@ -57,7 +57,7 @@ async def pair(model: Path, engine: FakeEngine) -> AsyncIterator[Pair]:
             for i in range(2)
         ]
         async with asyncio.timeout(20):
-            while not all(frontend.frontend._llm.serving for frontend in frontends):
+            while not all(frontend.frontend._models[0].assembly.llm.serving for frontend in frontends):
                 await asyncio.sleep(0.01)
         yield Pair(frontends, grpc_port, http_port, metrics_ports)
 
@@ -93,7 +93,7 @@ async def test_one_that_stops_leaves_the_port_to_the_others(model: Path, engine:
         await gone.running
         answers = [await get(both.http_port, "/health") for _ in range(8)]
         assert {status for status, _ in answers} == {200}
-        assert left.frontend._llm.serving
+        assert left.frontend._models[0].assembly.llm.serving
 
 
 @pytest.mark.parametrize("shares", [(True, False), (False, True), (False, False)])

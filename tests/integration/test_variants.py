@@ -40,7 +40,7 @@ async def frontend(engines: tuple[FakeEngine, ...], model: Path) -> AsyncIterato
 
 
 def num_variants(frontend: FrontendServer) -> Any:
-    registry = frontend.frontend._metrics.registry
+    registry = frontend.frontend._models[0].assembly.metrics.registry
     return registry.get_sample_value("penstock:engine_variants", {"model_name": "model"})
 
 
@@ -70,7 +70,7 @@ async def test_engines_of_a_coordinators_view_are_compared_as_those_of_a_list(
             index: EngineStatus(engine_id=e.ready.engine_id, incarnation="1", address=e.address, index=index)
             for index, e in enumerate((a, b, c))
         }
-        frontend.frontend._engines.follow_view(ClusterView(engines=tuple(status.values())))
+        frontend.frontend._models[0].assembly.engines.follow_view(ClusterView(engines=tuple(status.values())))
         await until_states(frontend, dict.fromkeys("abc", SERVING))
         assert await variants(frontend) == MIXTURE
 

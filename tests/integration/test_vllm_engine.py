@@ -239,7 +239,7 @@ async def test_a_request_can_be_pinned_to_an_engine(model: Path) -> None:
         for engine in engines:
             await engine.until(lambda e: e.sessions)
         await frontend.until_health(serving=True)
-        await eventually(lambda: frontend.frontend._engines.view.num_engines == 2)
+        await eventually(lambda: frontend.frontend._models[0].assembly.engines.view.num_engines == 2)
         for _ in range(3):
             await VllmClient(frontend).outputs(data_parallel_rank=1, max_tokens=1)
     assert [len(engine.requests) for engine in engines] == [0, 3]
@@ -264,7 +264,9 @@ async def test_abort_ends_running_requests_with_what_they_have(manual: FakeEngin
         call = client.generate(request_id="mine", stream=stream, seed=3, n=2, max_tokens=50)
         await manual.until(lambda e: len(e.running) == 2)
         manual.step()
-        await eventually(lambda: all(s.num_received for s in frontend.frontend._llm._live.copy().pop().states))
+        await eventually(
+            lambda: all(s.num_received for s in frontend.frontend._models[0].assembly.llm._live.copy().pop().states)
+        )
         await client.stub.Abort(pb.AbortRequest(request_ids=["another", "mine"]))
         outputs = [getattr(m, m.WhichOneof("response")) for m in await collect(call)]
         await manual.until(lambda e: len(e.aborted) == 2)
@@ -315,12 +317,12 @@ async def test_abort_ends_a_request_that_waits_for_an_engine(model: Path) -> Non
     async with FrontendServer(model, engines=["127.0.0.1:1"]) as frontend:
         client = VllmClient(frontend)
         call = client.generate(request_id="mine")
-        await eventually(lambda: frontend.frontend._llm.num_live)
+        await eventually(lambda: frontend.frontend._models[0].assembly.llm.num_live)
         await client.stub.Abort(pb.AbortRequest(request_ids=["mine", "mine"]))
         error = await failure(call)
         assert isinstance(error, Cancelled)
         assert error.reason == "ABORTED"
-        await eventually(lambda: not frontend.frontend._llm.num_live)
+        await eventually(lambda: not frontend.frontend._models[0].assembly.llm.num_live)
 
 
 async def test_a_call_that_finds_no_engine_any_more_is_unavailable(engine: FakeEngine, model: Path) -> None:

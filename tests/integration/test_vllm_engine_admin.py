@@ -188,7 +188,7 @@ async def test_loads_are_told_by_engine(model: Path) -> None:
     engines = [FakeEngine(name, vocab_size=VOCAB, manual=True) for name in "ab"]  # both engines report rank 0
     async with engines[0], engines[1], FrontendServer(model, engines=[e.address for e in engines]) as frontend:
         client = VllmClient(frontend)
-        await eventually(lambda: frontend.frontend._engines.view.num_engines == 2)
+        await eventually(lambda: frontend.frontend._models[0].assembly.engines.view.num_engines == 2)
         calls = [client.generate(stream=True, max_tokens=50) for _ in range(2)]
         for engine in engines:  # the router chooses the engine for each call
             await engine.until(lambda e: e.running)
@@ -213,7 +213,7 @@ async def test_loads_tell_how_often_the_prefix_cache_had_what_was_looked_up(manu
         await frontend.until_health(serving=True)
         stats = stats_pb2.SchedulerStats(kv_cache_usage=0.25, prefix_cache_queries=40, prefix_cache_hits=10)
         manual.sessions[0].send(outputs=engine_pb.EngineCoreOutputs(scheduler_stats=stats))
-        await eventually(lambda: frontend.frontend._engines.view.rank_loads()[0].kv_cache_usage)
+        await eventually(lambda: frontend.frontend._models[0].assembly.engines.view.rank_loads()[0].kv_cache_usage)
         [load] = (await VllmClient(frontend).stub.GetLoads(pb.GetLoadsRequest())).loads
     assert (load.cache_hit_rate, load.token_usage, load.utilization) == (0.25, 0.25, 0.25)
 

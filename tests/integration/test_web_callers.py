@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from penstock_frontend.config import AuthConfig
-from penstock_frontend.config.frontend import LoraConfig
+from penstock_frontend.config.models import LoraConfig
 from tests.fakes.engines.fake_engine import FakeEngine
 from tests.fakes.frontends.openai_server import OpenAIServer, openai_server
 from tests.fakes.patience import PATIENCE

@@ -2,10 +2,10 @@
 
 import functools
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from penstock_common.observability.metrics import (
     EngineLoad,
@@ -204,14 +204,15 @@ class EngineMetrics:
 
 
 class FrontendMetrics(Instruments):
-    """Metrics of this frontend, in a metrics registry of their own.
+    """Metrics of one model of this frontend, in a metrics registry of their own.
 
     Metrics of sequences have the labels model and engine. Metrics of calls have the label model.
     """
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, *, with_process: bool = True) -> None:
+        """``with_process`` adds the metrics of the process. Only one registry of a process may have them."""
         self.model = model_name
-        self.registry = service_registry("frontend")
+        self.registry = service_registry("frontend") if with_process else CollectorRegistry()
         self._of_sequences = Instruments(self.registry, _OF_SEQUENCES, more=["engine"], model_name=model_name)
         super().__init__(self.registry, _OF_CALLS, model_name=model_name)
         for cause in LossCause:
@@ -245,6 +246,29 @@ class FrontendMetrics(Instruments):
 
     def _add(self, table: Iterable[Reading], source: object) -> None:
         self.registry.register(Readings(lambda: families(table, [([self.model], source)], ["model_name"])))
+
+
+def merged(registries: Sequence[CollectorRegistry]) -> CollectorRegistry:
+    """Return a registry with the metrics of all ``registries``, which are read at each scrape.
+
+    If several registries have the same metric, the result has one family with the series of all of them. The labels of
+    these series must differ.
+    """
+    if len(registries) == 1:
+        return registries[0]
+    all_of_them = CollectorRegistry()
+    all_of_them.register(Readings(lambda: _families_of(registries)))
+    return all_of_them
+
+
+def _families_of(registries: Iterable[CollectorRegistry]) -> Iterable[Metric]:
+    families: dict[str, Metric] = {}
+    for registry in registries:
+        for family in registry.collect():
+            first = families.setdefault(family.name, family)
+            if first is not family:
+                first.samples.extend(family.samples)
+    return families.values()
 
 
 class MediaMetrics(Instruments):

@@ -79,7 +79,7 @@ class FrontendServer:
 
     async def until_engines(self, count: int) -> None:
         """Wait until the frontend may send requests to ``count`` engines."""
-        await eventually(lambda: self.frontend._engines.view.num_engines == count)
+        await eventually(lambda: self.frontend._models[0].assembly.engines.view.num_engines == count)
 
     async def until_health(self, *, serving: bool, service: str = SERVICE) -> None:
         """Watch the health service until it reports this status."""

@@ -28,7 +28,7 @@ class OpenAIServer:
     @property
     def num_live(self) -> int:
         """Number of requests that the frontend has accepted and not released."""
-        return len(self.server.frontend._llm._live)
+        return len(self.server.frontend._models[0].assembly.llm._live)
 
 
 @asynccontextmanager

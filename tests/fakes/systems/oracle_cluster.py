@@ -46,13 +46,13 @@ class OracleCluster:
         """Wait until the frontend uses ``count`` engines, or all engines without a number."""
         wanted = len(self.engines) if count is None else count
         async with asyncio.timeout(TIMEOUT):
-            while self.frontend.frontend._engines.view.num_engines != wanted:
+            while self.frontend.frontend._models[0].assembly.engines.view.num_engines != wanted:
                 await asyncio.sleep(0.01)
 
     async def until_held(self, count: int) -> None:
         """Wait until ``count`` sequences wait for an engine."""
         async with asyncio.timeout(TIMEOUT):
-            while self.frontend.frontend._engines._dispatch.num_held != count:
+            while self.frontend.frontend._models[0].assembly.engines._dispatch.num_held != count:
                 await asyncio.sleep(0.01)
 
     def start(self, shape: Shape, *, timeout: float = TIMEOUT) -> "asyncio.Task[Any]":

@@ -111,7 +111,7 @@ class System:
         self.frontend = frontend
         self.engines = engines
         self._registries = [
-            ("frontend", frontend.frontend._metrics.registry),
+            ("frontend", frontend.frontend._models[0].assembly.metrics.registry),
             ("coordinator", coordinator),
             *((engine.config.engine_id, engine.io.registry) for engine in engines),
         ]
@@ -136,7 +136,7 @@ class System:
     @contextlib.asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
         """Pause the engines during the block: they accept requests, but start none."""
-        engines = self.frontend.frontend._engines
+        engines = self.frontend.frontend._models[0].assembly.engines
         await engines.call_utility("pause", ["keep", False])
         try:
             yield
@@ -173,7 +173,7 @@ async def started(model: Path, *, adapters: bool = False) -> AsyncIterator[Syste
                 lora=FrontendLoraConfig(adapters=ADAPTERS if adapters else {}),
             )
         )
-        await eventually(lambda: frontend.frontend._engines.view.num_engines == len(engines))
+        await eventually(lambda: frontend.frontend._models[0].assembly.engines.view.num_engines == len(engines))
         known = coordinator.registry.get_sample_value
         await eventually(lambda: known("penstock_coordinator_engines", {"state": "serving"}) == len(engines))
         await eventually(lambda: known("penstock_coordinator_frontends") == 1)

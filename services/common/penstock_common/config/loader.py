@@ -22,6 +22,7 @@ from penstock_common.config.settings import (
     sections_of,
     settings_of,
     struct_in,
+    struct_in_list,
     with_defaults,
 )
 from penstock_common.errors import ConfigError, nearest, wrong_type
@@ -139,6 +140,11 @@ def _refuse_unknown(config_type: type[msgspec.Struct], values: Mapping[str, Any]
             if not isinstance(value, dict):
                 raise ConfigError(f"'{prefix}{key}' must be a mapping, not {value!r}")
             _refuse_unknown(nested, value, f"{prefix}{key}.")
+        elif (listed := struct_in_list(known[key].type)) is not None and isinstance(value, list):
+            for place, entry in enumerate(value):
+                if not isinstance(entry, dict):
+                    raise ConfigError(f"'{prefix}{key}[{place}]' must be a mapping, not {entry!r}")
+                _refuse_unknown(listed, entry, f"{prefix}{key}[{place}].")
 
 
 def _parse_sizes(config_type: type[msgspec.Struct], values: dict[str, Any], prefix: str) -> None:
@@ -148,6 +154,9 @@ def _parse_sizes(config_type: type[msgspec.Struct], values: dict[str, Any], pref
         nested = struct_in(field.type)
         if nested is not None:
             _parse_sizes(nested, values[field.name], f"{prefix}{field.name}.")
+        elif (listed := struct_in_list(field.type)) is not None and isinstance(values[field.name], list):
+            for place, entry in enumerate(values[field.name]):
+                _parse_sizes(listed, entry, f"{prefix}{field.name}[{place}].")
         elif kind_of(field.type).is_size:
             values[field.name] = parse_bytes(values[field.name], key=prefix + field.name)
 
@@ -163,8 +172,11 @@ def _outside(config_type: type[msgspec.Struct], values: Mapping[str, Any]) -> st
 
 def _value_at(values: Mapping[str, Any], key: str) -> Any:
     value: Any = values
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
+    for part in re.findall(r"[^.\[\]]+", key):
+        if isinstance(value, list) and part.isdigit() and int(part) < len(value):
+            value = value[int(part)]
+        else:
+            value = value.get(part) if isinstance(value, Mapping) else None
     return value
 
 

@@ -139,6 +139,13 @@ def struct_in(annotation: Any) -> type[msgspec.Struct] | None:
     return annotation if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct) else None
 
 
+def struct_in_list(annotation: Any) -> type[msgspec.Struct] | None:
+    """Return the struct of which ``annotation`` describes a list, or None if there is no such struct."""
+    if typing.get_origin(annotation) is Annotated:
+        annotation = typing.get_args(annotation)[0]
+    return struct_in(typing.get_args(annotation)[0]) if typing.get_origin(annotation) is tuple else None
+
+
 def description_of(annotation: Any) -> str:
     """Return the description that ``annotation`` itself contains, or ''."""
     metas = typing.get_args(annotation)[1:] if typing.get_origin(annotation) is Annotated else ()
@@ -208,6 +215,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         if self.kind.choices and self.kind.shape == "one":
             return "{" + ",".join(self.kind.choices) + "}"
         name = "SIZE" if self.kind.is_size else self.kind.type.__name__.upper()
+        if issubclass(self.kind.type, msgspec.Struct):
+            name = "{KEY: VALUE, ...}"
         return {"one": name, "list": f"[{name}, ...]", "mapping": f"{{NAME: {name}, ...}}"}[self.kind.shape]
 
     @property

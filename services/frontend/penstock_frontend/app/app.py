@@ -3,26 +3,18 @@
 import asyncio
 import signal
 import time
-import uuid
 
 from penstock_common.config_file import ConfigFile
 from penstock_common.metrics_server import MetricsServer
 from penstock_common.observability.logging import configure, get_logger
 from penstock_common.observability.metrics import count_tasks, tell_connected
 from penstock_common.observability.tracer import make_tracer
-from penstock_common.rpc.credentials import ClientCredentials
 from penstock_common.rpc.loop import Liveness
 from penstock_common.security.tls import Certificates
-from penstock_frontend.app.assembly import AssemblyConfig, assemble
+from penstock_frontend.app.running_model import RunningModel
 from penstock_frontend.app.servers import QUIET, Draining, Servers
-from penstock_frontend.calls.adapters import AdapterDirectory
 from penstock_frontend.calls.admission import Readiness
 from penstock_frontend.config import FrontendConfig
-from penstock_frontend.dispatch.client import GrpcEngineClient
-from penstock_frontend.dispatch.kv_events import KvEventFeed
-from penstock_frontend.interfaces import OutputHandler
-from penstock_frontend.metrics import FrontendMetrics
-from penstock_frontend.rpc.coordinator_client import CoordinatorClient
 
 _CLOSE_GRACE = 1.0
 """Number of seconds that calls have to deliver their last status when the servers stop."""
@@ -39,7 +31,7 @@ class Frontend:
     """
 
     def __init__(self, config: FrontendConfig) -> None:
-        """Read the files of the model, which may take a long time. Raises ConfigError if the configuration or a file is
+        """Read the files of the models, which may take a long time. Raises ConfigError if the configuration or a file is
         not valid.
         """
         self._config = config
@@ -47,71 +39,31 @@ class Frontend:
         self._stopping = False
         self._cut_short = asyncio.Event()
         self._readiness = Readiness(without_engines=config.ready_without_engines)
-        get_logger().info("loading the tokenizer", model=config.model.path)
         self._tracer = make_tracer(config.tracing, service="frontend", instance=config.name)
-        incarnation, kv_events, self._certificates = uuid.uuid4().hex, KvEventFeed(), Certificates()
-
-        def engines(outputs: OutputHandler, metrics: FrontendMetrics) -> GrpcEngineClient:
-            return GrpcEngineClient(
-                config,
-                incarnation=incarnation,
-                outputs=outputs,
-                on_change=self._on_change,
-                on_moved=metrics.series("penstock:requests_moved").inc,
-                on_planned=lambda plan, why: metrics.series("penstock:legs", plan, why).inc(),
-                on_gap=metrics.series("penstock:handover_gap_seconds").observe,
-                kv_events=kv_events,
+        self._certificates = Certificates()
+        self._usable: list[bool] = []
+        """Whether engines of each model accepted requests at the last update of the readiness."""
+        self._models: list[RunningModel] = []
+        for each in config.per_model():
+            model = RunningModel(
+                each,
+                tracer=self._tracer,
                 certificates=self._certificates,
-                on_lost=lambda cause: metrics.series("penstock:engines_lost", cause).inc(),
+                on_change=self._update_readiness,
+                first=self._models[0].assembly if self._models else None,
             )
-
-        assembly = assemble(
-            AssemblyConfig(
-                model=config.model,
-                tokenizer_threads=config.tokenizer_threads,
-                limits=config.limits,
-                fairness=config.fairness,
-                log=config.log,
-                lora=config.lora,
-                media=config.media,
-                disaggregation=config.disaggregation,
-                frontend_id=config.name,
-            ),
-            engines,
-            tracer=self._tracer,
-            on_full=self._update_readiness,
-        )
-        self._assembly = assembly
-        self._llm, self._engines, self._metrics = assembly.llm, assembly.engines, assembly.metrics
-        self._metrics.registry.register(self._certificates)
-        self._metrics.add_media(self._engines.media_counts)
-        if config.lora.serves:
-            self._metrics.add_adapters(self._llm.adapters.adapters.count)
-        if config.http.engine_metrics:
-            self._metrics.add_engine_loads(self._engines.view.for_metrics)
-        self._coordinator = self._coordinator_client(incarnation) if config.coordinator.address else None
+            self._models.append(model)
+        self._registry = self._models[0].assembly.metrics.registry
+        self._registry.register(self._certificates)
         self._servers = Servers(
             config,
-            assembly,
-            kv_events=kv_events,
-            coordinator=self._coordinator,
+            self._models,
             tracer=self._tracer,
             readiness=self._readiness,
             certificates=self._certificates,
         )
-        if self._coordinator is not None:
-            coordinator = self._coordinator
-            tell_connected(self._metrics.registry, lambda: coordinator.connected)
-            self._engines.on_first_request = coordinator.first_request
-            self._llm.adapters.adapters.on_change = coordinator.loras_changed
-        lora = config.lora
-        self._directory = (
-            AdapterDirectory(lora.directory, lora.scan_interval, self._llm.adapters.adapters)
-            if lora.directory
-            else None
-        )
-        self._directory_task: asyncio.Task[None] | None = None
-        self._coordinator_task: asyncio.Task[None] | None = None
+        if config.coordinator.address:
+            tell_connected(self._registry, lambda: all(model.coordinator_connected for model in self._models))
         self._living: asyncio.Task[None] | None = None
         self._metrics_server: MetricsServer | None = None
 
@@ -132,36 +84,34 @@ class Frontend:
 
     async def startup(self) -> None:
         """Start to listen on all ports, and start to connect to engines. Raises ConfigError if a port cannot be bound."""
-        count_tasks(self._metrics.registry, asyncio.get_running_loop())
+        count_tasks(self._registry, asyncio.get_running_loop())
         self._warn_of_a_short_drain()
-        if self._directory is not None:
-            await self._directory.begin()
-            self._directory_task = asyncio.create_task(self._directory.run(), name="lora directory")
+        for model in self._models:
+            await model.begin()
         await self._servers.start()
-        self._metrics_server = MetricsServer(self._config.metrics, self._metrics.registry, self._certificates)
-        if self._coordinator is not None:
-            self._coordinator_task = asyncio.create_task(self._coordinator.run(), name="coordinator")
-        else:
-            self._engines.follow(self._config.engines)
+        self._metrics_server = MetricsServer(self._config.metrics, self._servers.registry, self._certificates)
+        for model in self._models:
+            model.follow_engines()
         self._living = asyncio.create_task(
             Liveness(self._servers.public, self._essential, clock=time.monotonic).run(), name="liveness"
         )
-        if self._assembly.media is not None:
-            await self._assembly.media.start()
-        get_logger().info(
-            "frontend started", model=self._config.model.name, grpc_port=self.port, admin_port=self.admin_port
-        )
+        for model in self._models:
+            if model.assembly.media is not None:
+                await model.assembly.media.start()
+        names = ", ".join(model.name for model in self._models)
+        get_logger().info("frontend started", model=names, grpc_port=self.port, admin_port=self.admin_port)
 
     def _essential(self) -> list[asyncio.Task[None]]:
         """Return the tasks that the frontend needs to work. The liveness check watches whether these tasks still run."""
-        tasks = [self._coordinator_task, self._directory_task, self._servers.http.task]
-        return [task for task in tasks if task is not None]
+        http = self._servers.http.task
+        return [*(task for model in self._models for task in model.tasks), *([] if http is None else [http])]
 
     def apply(self, config: FrontendConfig) -> None:
         """Apply the reloadable settings of ``config``. Requests in flight continue, even if they exceed the new limits."""
-        settings = self._assembly.settings
+        settings = self._models[0].assembly.settings
         settings.limits.now, settings.fairness.now, settings.log.now = config.limits, config.fairness, config.log
-        self._llm.limits_changed()
+        for model in self._models:
+            model.assembly.llm.limits_changed()
 
     async def main_loop(self) -> None:
         """Update the status in the health service until ``stop`` is called."""
@@ -192,23 +142,16 @@ class Frontend:
         ended_by = await self._drain()
         self._readiness.close()
         await self._servers.tell_health()
-        for task in (self._living, self._directory_task):
-            if task is not None:
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
-        if left := self._llm.num_live:
+        if self._living is not None:
+            self._living.cancel()
+            await asyncio.gather(self._living, return_exceptions=True)
+        if left := sum(model.assembly.llm.num_live for model in self._models):
             get_logger().warning("ending requests that are still running after the drain", count=left)
-        self._llm.tenants.flush()
-        self._llm.end_all(ended_by)
+        for model in self._models:
+            await model.end_requests(ended_by)
         await self._servers.stop(_CLOSE_GRACE)
-        if self._assembly.media is not None:
-            await self._assembly.media.close()
-        if self._coordinator is not None and self._coordinator_task is not None:
-            await self._coordinator.close()
-            await self._coordinator_task
-        await self._engines.close()
-        await self._assembly.chat.renderer.close()
-        self._assembly.tokenizer.close()
+        for model in self._models:
+            await model.close()
         if self._metrics_server is not None:
             await asyncio.to_thread(self._metrics_server.stop)
         if self._tracer is not None:
@@ -248,43 +191,18 @@ class Frontend:
                 needed=round(needed, 1),
             )
 
-    def _coordinator_client(self, incarnation: str) -> CoordinatorClient:
-        return CoordinatorClient(
-            self._config.coordinator.address,
-            frontend_id=self._config.name,
-            incarnation=incarnation,
-            on_view=self._engines.follow_view,
-            on_lost=self._engines.coordinator_lost,
-            loras=self._llm.adapters.adapters.registry if self._config.lora.serves else None,
-            model=self._config.model.name,
-            pools=self._config.coordinator.pools,
-            reconnect_max=self._config.coordinator.reconnect_max,
-            credentials=ClientCredentials(
-                self._config.coordinator.tls, field="coordinator.tls", certificates=self._certificates
-            ),
-        )
-
-    def _on_change(self) -> None:
-        connected = self._engines.view.connected
-        for engine in connected:
-            self._metrics.engine(
-                engine
-            )  # create the time series of each engine, so that they have the value 0 before the first request
-        self._llm.adapters.engines_changed()
-        self._metrics.series("penstock:engines_connected").set(len(connected))
-        self._metrics.series("penstock:requests_held").set(self._engines.num_held)
-        self._metrics.series("penstock:engine_variants").set(len(self._engines.view.variants()))
-        if self._coordinator is not None:
-            self._coordinator.demand(self._engines.num_held)
-        self._update_readiness()
-
     def _update_readiness(self) -> None:
-        engines, coordinator = self._engines, self._coordinator
-        if self._readiness.update(
-            engine=engines.usable,
-            view=coordinator is not None and coordinator.view is not None,
-            full=self._llm.full or engines.full,
-        ):
+        """Update the readiness. The frontend is ready if one of its models is ready, so that a model without engines
+        does not take the other models out of service.
+        """
+        usable = [model.assembly.engines.usable for model in self._models]
+        changed = self._readiness.update(
+            engine=any(usable),
+            view=all(model.knows_cluster for model in self._models),
+            full=all(model.full for model in self._models),
+        )
+        if changed or usable != self._usable:
+            self._usable = usable
             self._changed.set()
 
 

@@ -16,6 +16,7 @@ from penstock_frontend.calls.generate import AsyncLLM
 from penstock_frontend.calls.live_request import RequestObserver
 from penstock_frontend.calls.pooling import PoolingCalls
 from penstock_frontend.calls.scoring import ScoringCalls
+from penstock_frontend.calls.served_models import ServedModel
 from penstock_frontend.config import (
     DisaggregationConfig,
     FairnessConfig,
@@ -82,6 +83,19 @@ class Assembly(NamedTuple, Generic[E]):
     """Log of the warnings about the calls of all protocols."""
 
 
+def served_model(assembly: Assembly[Any], model: ModelConfig, lora: LoraConfig) -> ServedModel:
+    """Return the components that the protocols need to serve the model of ``assembly``."""
+    return ServedModel(
+        config=model,
+        lora=lora,
+        llm=assembly.llm,
+        chat=assembly.chat,
+        scoring=assembly.scoring,
+        labels=assembly.labels,
+        speech=assembly.speech,
+    )
+
+
 class AssemblyConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of a frontend that are the same for all protocols.
 
@@ -106,6 +120,7 @@ def assemble(
     tokenizer_path: str = "",
     tracer: Tracer | None = None,
     on_full: Callable[[], None] = lambda: None,
+    first: Assembly[E] | None = None,
 ) -> Assembly[E]:
     """Read the model's files, which may take a long time, and create the components. Raises ConfigError if a setting or
     a file of the model is not valid.
@@ -117,10 +132,16 @@ def assemble(
         tokenizer_path: directory or hub id of tokenizer and chat template, if they do not come from the model.
         tracer: the tracer of trace spans. None if tracing is off.
         on_full: called whenever ``llm.full`` has changed.
+        first: the components of the frontend's first model, whose settings and log of warnings this model shares. None
+            for the first model.
     """
     model = config.model
-    settings = LiveSettings(Reread(config.limits), Reread(config.fairness), Reread(config.log))
-    metrics = FrontendMetrics(model.name)
+    metrics = FrontendMetrics(model.name, with_process=first is None)
+    if first is None:
+        settings = LiveSettings(Reread(config.limits), Reread(config.fairness), Reread(config.log))
+        warnings = WarningLog(metrics.registry)
+    else:
+        settings, warnings = first.settings, first.warnings
     files = _read(model, tokenizer_path, num_threads=config.tokenizer_threads, with_media=config.media.enabled)
     tokenizer, family, parsers = files.tokenizer, files.family, files.parsers
     service = None
@@ -189,7 +210,7 @@ def assemble(
         scoring=ScoringCalls(llm, None if options is None else PairPrompts(renderer, options)),
         speech=None if service is None else load_speech(model, config.media, llm, service, metrics.registry),
         media=service,
-        warnings=WarningLog(metrics.registry),
+        warnings=warnings,
     )
 
 

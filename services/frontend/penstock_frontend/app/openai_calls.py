@@ -9,8 +9,9 @@ from starlette.types import ASGIApp, Message
 from penstock_frontend.api.http.endpoint import Gate
 from penstock_frontend.api.http.request_body import Bodies
 from penstock_frontend.api.openai import app
-from penstock_frontend.app.assembly import Assembly
-from penstock_frontend.config import FrontendConfig, HttpConfig, ModelConfig
+from penstock_frontend.app.assembly import Assembly, served_model
+from penstock_frontend.calls.served_models import ServedModels
+from penstock_frontend.config import HttpConfig, LoraConfig, ModelConfig
 
 
 class HttpAnswer(NamedTuple):
@@ -28,14 +29,10 @@ class OpenAICalls:
     """
 
     def __init__(self, assembly: Assembly[Any], model: ModelConfig, http: HttpConfig) -> None:
-        config = FrontendConfig(
-            model=model, http=http, engines=("localhost:1",)
-        )  # the routes of the OpenAI API do not use the addresses of engines
-        llm, chat, limits = assembly.llm, assembly.chat, assembly.settings.limits
-        gate = Gate(http, assembly.settings.fairness, llm.refused)
+        models = ServedModels([served_model(assembly, model, LoraConfig())])
+        gate = Gate(http, assembly.settings.fairness, assembly.llm.refused)
         bodies = Bodies(http, warnings=assembly.warnings)
-        labels, scoring, speech = assembly.labels, assembly.scoring, assembly.speech
-        routes = app.routes(llm, chat, config, limits, labels, scoring, speech, gate=gate, bodies=bodies)
+        routes = app.routes(models, http, assembly.settings.limits, gate=gate, bodies=bodies)
         self._apps: Mapping[str, ASGIApp] = {
             route.path: route.app for route in routes if route.methods and "POST" in route.methods
         }

@@ -4,7 +4,7 @@ This module also creates the access control of the servers.
 """
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import grpc
 from starlette.middleware import Middleware
@@ -21,20 +21,19 @@ from penstock_frontend.api.access_control import OPERATORS_METHODS, HttpAuthenti
 from penstock_frontend.api.anthropic import messages as anthropic
 from penstock_frontend.api.grpc import admin, inference
 from penstock_frontend.api.http.endpoint import Gate
-from penstock_frontend.api.http.page import Page
+from penstock_frontend.api.http.page import Page, PageModel
 from penstock_frontend.api.http.request_body import Bodies
 from penstock_frontend.api.http.server import HttpServer, HttpTelemetry, make_app
 from penstock_frontend.api.openai import app as openai
 from penstock_frontend.api.openai import models
 from penstock_frontend.api.vllm import engine as vllm_engine
-from penstock_frontend.app.assembly import Assembly
+from penstock_frontend.app.running_model import RunningModel
 from penstock_frontend.authenticator import Authenticator
 from penstock_frontend.calls.admission import Readiness
+from penstock_frontend.calls.served_models import ServedModels
 from penstock_frontend.config import FrontendConfig
-from penstock_frontend.dispatch.client import GrpcEngineClient
-from penstock_frontend.dispatch.kv_events import KvEventFeed
+from penstock_frontend.metrics import merged
 from penstock_frontend.processing.prompts.tokenizer_bundle import load_model_card
-from penstock_frontend.rpc.coordinator_client import CoordinatorClient
 
 JITTER = 0.1
 """Random variation of the lifetime of a connection, as a fraction of the maximum age."""
@@ -93,6 +92,9 @@ EVERYTHING = ""
 health of this name.
 """
 
+MODEL_HEALTH = "model/"
+"""Prefix of the names under which gRPC's health service reports the status of each model."""
+
 
 class Servers:
     """The public gRPC server, the operators' gRPC server and the HTTP server of a frontend.
@@ -103,26 +105,27 @@ class Servers:
     def __init__(
         self,
         config: FrontendConfig,
-        assembly: Assembly[GrpcEngineClient],
+        models: Sequence[RunningModel],
         *,
-        kv_events: KvEventFeed,
-        coordinator: CoordinatorClient | None,
         tracer: Tracer | None,
         readiness: Readiness,
         certificates: Certificates,
     ) -> None:
-        """Create the servers. ``certificates`` records when the TLS certificates of the servers expire. Raises
-        ConfigError.
+        """Create the servers for ``models``. ``certificates`` records when the TLS certificates of the servers expire.
+        Raises ConfigError.
         """
         self._config = config
         self._readiness = readiness
         self._certificates = certificates
-        self._assembly = assembly
-        self._coordinator = coordinator
+        self._models = models
+        self._served = ServedModels([model.served for model in models])
+        self._first = models[0].assembly
         self._tracer = tracer
-        self._calls = CallTelemetry(assembly.metrics.registry, tracer)
+        self.registry = merged([model.assembly.metrics.registry for model in models])
+        """Registry with the metrics of all models."""
+        self._calls = CallTelemetry(self._first.metrics.registry, tracer)
         authenticator = Authenticator(config.auth) if config.auth.enabled else None
-        self.public = self._public_server(authenticator, kv_events)
+        self.public = self._public_server(authenticator)
         self.admin = self._admin_server(authenticator)
         self.http = self._http_server(authenticator)
 
@@ -131,19 +134,23 @@ class Servers:
         await self.public.start()
         await self.admin.start()
         await self.admin.set_serving(True)
-        await self.admin.set_serving(self._readiness.ready, *PUBLIC_SERVICES)
+        await self.tell_health()
         await self.http.start()
 
     async def tell_health(self) -> None:
         """Update the status in gRPC's health service.
 
         Under the names of the services, the status is ``Readiness.ready``, which load balancers use. Under the empty
-        name, the status is ``Readiness.answers``, which clients read before they start calls.
+        name, the status is ``Readiness.answers``, which clients read before they start calls. Under the name of a model
+        with the prefix MODEL_HEALTH, the status is whether engines of this model accept requests.
         """
         # The operators' port reports the same status, so that operators' tools need only one address.
         await self.admin.set_serving(self._readiness.ready, *PUBLIC_SERVICES)
         await self.public.set_serving(self._readiness.ready, *PUBLIC_SERVICES)
         await self.public.set_serving(self._readiness.answers, EVERYTHING)
+        for model in self._models:
+            serving = self._readiness.ready and model.assembly.engines.usable
+            await self.public.set_serving(serving, f"{MODEL_HEALTH}{model.name}")
 
     def drain(self) -> None:
         """Start the drain of all servers. During the drain, the servers serve calls while clients move to other
@@ -163,8 +170,8 @@ class Servers:
         await self.public.hang_up(grace)
         await asyncio.gather(self.public.stop(grace), self.admin.stop(grace), self.http.stop())
 
-    def _public_server(self, authenticator: Authenticator | None, kv_events: KvEventFeed) -> RpcServer:
-        config, assembly = self._config, self._assembly
+    def _public_server(self, authenticator: Authenticator | None) -> RpcServer:
+        config, limits = self._config, self._first.settings.limits
         public = RpcServer(
             config.server,
             service_names=PUBLIC_SERVICES,
@@ -172,26 +179,25 @@ class Servers:
             observer=self._calls,
             check_responses=True,
             in_flight=BytesInFlight(
-                lambda: assembly.settings.limits.now.max_message_bytes_in_flight, "limits.max_message_bytes_in_flight"
+                lambda: limits.now.max_message_bytes_in_flight, "limits.max_message_bytes_in_flight"
             ),
             lasting=vllm_engine.LASTING,
             certificates=self._certificates,
         )
-        llm, limits = assembly.llm, assembly.settings.limits
         own = inference.InferenceServicer(
-            llm,
-            assembly.chat,
-            config,
-            limits,
-            assembly.labels,
-            assembly.scoring,
-            assembly.speech,
-            assembly.warnings,
+            self._served, limits, self._first.warnings, max_response_bytes=config.server.max_message_bytes
         )
         inference.add_to_server(own, public.server)
-        card = load_model_card(config.model, assembly.generation_config)
+        # Messages of vLLM's protocol have no model name, so this protocol serves only the first model.
+        card = load_model_card(config.model, self._first.generation_config)
         vllm = vllm_engine.VllmEngineServicer(
-            llm, config.model, card, kv_events, self._readiness, media=config.media, limits=limits
+            self._first.llm,
+            config.model,
+            card,
+            self._models[0].kv_events,
+            self._readiness,
+            media=config.media,
+            limits=limits,
         )
         vllm_engine.add_to_server(vllm, public.server)
         return public
@@ -205,58 +211,57 @@ class Servers:
             field="admin",
             certificates=self._certificates,
         )
-        llm, engines = self._assembly.llm, self._assembly.engines
-        servicer = admin.AdminServicer(engines, llm.adapters, self._coordinator, lost=engines.lost, tenants=llm.tenants)
+        operated = [admin.OperatedModel(model.coordinator, model.assembly.engines.lost) for model in self._models]
+        servicer = admin.AdminServicer(self._served, operated)
         admin.add_to_server(servicer, operators.server)
         return operators
 
     def _http_server(self, authenticator: Authenticator | None) -> HttpServer:
-        config, registry = self._config, self._assembly.metrics.registry
+        config = self._config
         app = make_app(
-            registry,
+            self.registry,
             lambda: self._readiness.why,
             [*self._api_routes(), *self._page_routes()],
             exception_handlers=openai.EXCEPTION_HANDLERS,
             allowed_origins=config.http.allowed_origins,
             middleware=_http_guards(config, authenticator),
         )
-        return HttpServer(config.http, HttpTelemetry(app, registry, self._tracer), self._certificates)
+        telemetry = HttpTelemetry(app, self._first.metrics.registry, self._tracer)
+        return HttpServer(config.http, telemetry, self._certificates)
 
     def _api_routes(self) -> list[Route]:
-        config, assembly = self._config, self._assembly
-        llm, chat = assembly.llm, assembly.chat
-        gate = Gate(config.http, assembly.settings.fairness, assembly.llm.refused)
-        bodies = Bodies(config.http, assembly.metrics.registry, assembly.warnings)
-        limits = assembly.settings.limits
+        http, settings = self._config.http, self._first.settings
+        gate = Gate(http, settings.fairness, self._first.llm.refused)
+        bodies = Bodies(http, self._first.metrics.registry, self._first.warnings)
         return [
-            *openai.routes(
-                llm, chat, config, limits, assembly.labels, assembly.scoring, assembly.speech, gate=gate, bodies=bodies
-            ),
-            *anthropic.routes(llm, chat, generates=assembly.speech is None, gate=gate, bodies=bodies),
+            *openai.routes(self._served, http, settings.limits, gate=gate, bodies=bodies),
+            *anthropic.routes(self._served, gate=gate, bodies=bodies),
         ]
 
     def _page_routes(self) -> list[Route]:
-        if not self._config.http.page:
-            return []
-        media = self._assembly.media
-        renderer = self._assembly.chat.renderer
-        page = Page(
-            self._assembly.engines.view,
-            model=self._config.model.name,
-            media=media.family.modalities if media is not None else (),
-            speech=self._assembly.speech is not None,
-            chat=bool(renderer.templates.source),
-            tools=bool(renderer.templates.source) and renderer.takes_tools,
-            serving=lambda: self._assembly.llm.serving,
-            coordinator=self._coordinator_state,
-            missing=self._assembly.engines.lost.missing,
-        )
-        return page.routes()
+        return Page([_page_model(model) for model in self._models]).routes() if self._config.http.page else []
 
-    def _coordinator_state(self) -> str:
-        if self._coordinator is None:
-            return "none"
-        return "connected" if self._coordinator.connected else "disconnected"
+
+def _page_model(model: RunningModel) -> PageModel:
+    assembly, renderer = model.assembly, model.assembly.chat.renderer
+    has_template = bool(renderer.templates.source)
+    return PageModel(
+        name=model.name,
+        engines=assembly.engines.view,
+        media=assembly.media.family.modalities if assembly.media is not None else (),
+        speech=assembly.speech is not None,
+        chat=has_template,
+        tools=has_template and renderer.takes_tools,
+        serving=lambda: assembly.llm.serving,
+        coordinator=lambda: _coordinator_state(model),
+        missing=assembly.engines.lost.missing,
+    )
+
+
+def _coordinator_state(model: RunningModel) -> str:
+    if model.coordinator is None:
+        return "none"
+    return "connected" if model.coordinator_connected else "disconnected"
 
 
 def _public_guards(authenticator: Authenticator | None) -> list[grpc.aio.ServerInterceptor]:

@@ -26,7 +26,7 @@ from penstock_common.errors import (
 from penstock_common.lora_registry import LoraAdapter
 from penstock_common.observability.logging import get_logger
 from penstock_common.types.request import RequestContext
-from penstock_frontend.config.frontend import MAX_PATH_LENGTH, LoraConfig
+from penstock_frontend.config.models import MAX_PATH_LENGTH, LoraConfig
 from penstock_frontend.dispatch.adapters import Adapters, LoraSource, NamedAdapter
 from penstock_frontend.dispatch.pool import LORA, error_of_engine
 from penstock_frontend.interfaces import EngineClient

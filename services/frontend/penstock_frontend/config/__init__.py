@@ -7,13 +7,12 @@ from penstock_frontend.config.frontend import (
     DetectionConfig,
     FairnessConfig,
     FrontendConfig,
-    LoraConfig,
-    ModelConfig,
     RetriesConfig,
 )
 from penstock_frontend.config.http import HttpConfig, ResponsesConfig
 from penstock_frontend.config.limits import AuthConfig, JwtConfig, LimitsConfig, MaxMediaConfig
 from penstock_frontend.config.media import MediaConfig
+from penstock_frontend.config.models import FurtherModelConfig, LoraConfig, ModelConfig
 from penstock_frontend.config.routing import DisaggregationConfig, RoutingConfig, RoutingPolicy
 
 __all__ = [
@@ -23,6 +22,7 @@ __all__ = [
     "DisaggregationConfig",
     "FairnessConfig",
     "FrontendConfig",
+    "FurtherModelConfig",
     "HttpConfig",
     "JwtConfig",
     "LimitsConfig",

@@ -6,16 +6,15 @@ names of flags and environment variables come from the field names. For example,
 the flag ``--limits.max-requests`` and the environment variable ``PENSTOCK_LIMITS__MAX_REQUESTS``.
 """
 
-import posixpath
 import socket
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 import msgspec
 from msgspec import Meta
 
 from penstock_common.addresses import split
-from penstock_common.config.checks import ENGINES_DECIDE, check_fields, model_name
+from penstock_common.config.checks import ENGINES_DECIDE, check_fields
 from penstock_common.config.sections import (
     ClientTlsConfig,
     LogConfig,
@@ -32,134 +31,15 @@ from penstock_common.types.request import MAX_TENANT_WEIGHT, MIN_TENANT_WEIGHT
 from penstock_frontend.config.http import HttpConfig
 from penstock_frontend.config.limits import AuthConfig, LimitsConfig
 from penstock_frontend.config.media import MediaConfig
+from penstock_frontend.config.models import (
+    MAX_MODELS,
+    FurtherModelConfig,
+    LoraConfig,
+    ModelConfig,
+    check_aliases,
+    check_distinct,
+)
 from penstock_frontend.config.routing import DisaggregationConfig, RoutingConfig
-
-# The code below is for LoRA adapters and aliases.
-
-MAX_NAME_LENGTH = 256
-"""Maximum length of the name of a LoRA adapter, in characters."""
-MAX_PATH_LENGTH = 4096
-
-
-class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings for LoRA adapters that requests may name. All paths name files on the engines' machines."""
-
-    enabled: Annotated[
-        bool, Meta(description="Serve LoRA adapters. Setting lora.adapters or lora.directory also enables this.")
-    ] = False
-    adapters: Annotated[
-        dict[str, str],
-        Meta(description="LoRA adapters to serve: a map from the name that requests use to the adapter's directory."),
-    ] = {}
-    directory: Annotated[
-        str,
-        Meta(
-            description=(
-                "Directory with one subdirectory per LoRA adapter; the subdirectory's name is the adapter's name. "
-                "The path must be the same on the frontend and on all engines. Adapters may be added and removed "
-                "while requests are served. Empty: no such directory."
-            )
-        ),
-    ] = ""
-    scan_interval: Annotated[
-        float, Meta(ge=0.05, le=3600, description="Seconds between two scans of lora.directory.")
-    ] = 2.0
-    roots: Annotated[
-        tuple[str, ...],
-        Meta(
-            description=(
-                "Directories from which adapters may be loaded at run time, including all their subdirectories. "
-                "Empty: adapters cannot be loaded at run time."
-            )
-        ),
-    ] = ()
-    max_registered: Annotated[
-        int,
-        Meta(ge=1, le=16_384, description="Maximum number of registered LoRA adapters, from all sources together."),
-    ] = 1024
-    http_loading: Annotated[
-        bool,
-        Meta(
-            description=(
-                "Serve /v1/load_lora_adapter and /v1/unload_lora_adapter on the HTTP listener. Callers need the "
-                "scope admin; if authentication is off, every caller may use them."
-            )
-        ),
-    ] = False
-
-    def __post_init__(self) -> None:
-        check_fields("lora", self)
-        for name, path in self.adapters.items():
-            if refusal := name_refusal(name):
-                raise ConfigError(f"lora.adapters: the name {name!r} {refusal}")
-            if not path:
-                raise ConfigError(f"lora.adapters.{name} is required")
-        if len(self.adapters) > self.max_registered:
-            raise ConfigError(
-                f"lora.adapters has {len(self.adapters)} names; the limit lora.max_registered is {self.max_registered}"
-            )
-        for root in self.roots:
-            if not posixpath.isabs(root):
-                raise ConfigError(f"lora.roots: {root!r} must be an absolute path")
-        if self.http_loading and not self.serves:
-            raise ConfigError("lora.http_loading is true, but LoRA adapters are off; set lora.enabled to true")
-
-    @property
-    def serves(self) -> bool:
-        """True if requests may name LoRA adapters."""
-        return self.enabled or bool(self.adapters) or bool(self.directory)
-
-    def allows(self, path: str) -> bool:
-        """Return True if an adapter may be loaded from ``path`` at run time, because the path is below one of
-        ``roots``.
-
-        The check does not resolve symbolic links, because the files are on the engines' machines.
-        """
-        normal = posixpath.normpath(path)
-        return posixpath.isabs(path) and any(
-            normal.startswith(posixpath.normpath(root).rstrip("/") + "/") for root in self.roots
-        )
-
-
-def name_refusal(name: str) -> str:
-    """Return the reason why ``name`` cannot be the name of a LoRA adapter. Return an empty string if the name is valid."""
-    if not name:
-        return "is empty"
-    if len(name) > MAX_NAME_LENGTH:
-        return f"has {len(name)} characters; it must have at most {MAX_NAME_LENGTH}"
-    return "" if name.isprintable() and name == name.strip() else "must be printable, without spaces around it"
-
-
-def check_aliases(aliases: Mapping[str, str], model: str, lora: LoraConfig) -> None:
-    """Check that the aliases in ``model.aliases`` do not conflict with other names.
-
-    Args:
-        aliases: map from each alias to the name that it stands for. An empty value means ``model``.
-        model: the name of the model.
-        lora: the LoRA settings. Some adapters may get their names later, at run time.
-
-    Raises:
-        ConfigError: an alias is not a valid name, is already taken, or refers to a name that is not served.
-    """
-    for name, target in aliases.items():
-        if refusal := name_refusal(name):
-            raise ConfigError(f"model.aliases: the name {name!r} {refusal}")
-        if name == model:
-            raise ConfigError(f"model.aliases: {name!r} is the model's own name")
-        if name in lora.adapters:
-            raise ConfigError(
-                f"model.aliases: {name!r} is also the name of a LoRA adapter in lora.adapters; remove one of the two"
-            )
-        if target in aliases:
-            raise ConfigError(
-                f"model.aliases.{name} is {target!r}, which is an alias itself; set the name that this alias stands for"
-            )
-        if target not in ("", model, *lora.adapters) and not (lora.enabled or lora.directory or lora.roots):
-            adapters = f" nor one of lora.adapters: {', '.join(sorted(lora.adapters))}" if lora.adapters else ""
-            raise ConfigError(
-                f"model.aliases.{name} is {target!r}, which is neither the model, {model!r},{adapters or ' nor a LoRA adapter'}"
-            )
-
 
 _HTTP = When(setting="http.port", off=A_PORT)
 _METRICS = When(setting="metrics.port", off=A_PORT)
@@ -223,93 +103,7 @@ NEEDS: Needs = (
 )
 
 
-SpecialTokensInContent = Literal["parse", "text"]
 Weight = Annotated[float, Meta(ge=MIN_TENANT_WEIGHT, le=MAX_TENANT_WEIGHT)]
-
-
-class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings for the model's tokenizer, generation config, chat template and output parsers."""
-
-    path: Annotated[
-        str,
-        Meta(
-            min_length=1,
-            description=(
-                "Hugging Face checkpoint directory or hub id. The frontend reads its tokenizer and generation config."
-            ),
-        ),
-    ]
-    served_model_name: Annotated[
-        str, Meta(description="Model name that clients use. Empty: the last part of the path or hub id.")
-    ] = ""
-    aliases: Annotated[
-        dict[str, str],
-        Meta(
-            description=(
-                "Additional model names for requests: a map from each alias to the model's name or to the name of a "
-                "LoRA adapter. An empty value means the model."
-            )
-        ),
-    ] = {}
-    revision: Annotated[str, Meta(description="Branch, tag or commit on the hub. Empty: the default branch.")] = ""
-    tool_parser: Annotated[
-        str,
-        Meta(
-            min_length=1,
-            description=(
-                "Parser for tool calls in chat outputs: deepseek_v3, deepseek_v31, gemma3, glm45, gpt_oss, "
-                "granite, hermes, kimi_k2, llama3_json, llama4_pythonic, mistral, phi4, qwen3_coder, none, or the "
-                "name of a plugin's parser. auto chooses by the model's chat template."
-            ),
-        ),
-    ] = "auto"
-    reasoning_parser: Annotated[
-        str,
-        Meta(
-            min_length=1,
-            description=(
-                "Parser for reasoning in chat outputs: deepseek_r1, gpt_oss, granite, mistral, qwen3, none, "
-                "or the name of a plugin's parser. auto chooses by the model's chat template."
-            ),
-        ),
-    ] = "auto"
-    chat_template: Annotated[
-        str,
-        Meta(
-            description=(
-                "File with a jinja2 chat template that replaces the model's own templates. Empty: the model's own "
-                "templates."
-            )
-        ),
-    ] = ""
-    request_chat_templates: Annotated[
-        bool,
-        Meta(
-            description=(
-                "Allow requests to bring their own chat template (chat_template of chat completions and of "
-                "tokenization). The template runs in a sandbox in a separate process for at most 2 seconds. false: such "
-                "requests are refused."
-            )
-        ),
-    ] = False
-    special_tokens_in_content: Annotated[
-        SpecialTokensInContent,
-        Meta(
-            description=(
-                "Handling of special tokens, such as <|im_end|>, in the text of chat messages and tools. parse: "
-                "the text becomes the special token, so a message can end its turn and begin another. text: the "
-                "text is tokenized as ordinary characters."
-            )
-        ),
-    ] = "parse"
-
-    def __post_init__(self) -> None:
-        check_fields("model", self)
-
-    @property
-    def name(self) -> str:
-        """Name of the model, by which clients request it."""
-        return model_name(self.path, self.served_model_name)
 
 
 class CoordinatorClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -436,6 +230,17 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     NEEDS: ClassVar[Needs] = NEEDS
 
     model: ModelConfig
+    models: Annotated[
+        tuple[FurtherModelConfig, ...],
+        Meta(
+            max_length=MAX_MODELS - 1,
+            description=(
+                "Further models behind the same addresses. The model of each request chooses. Each entry has the key "
+                "model, with the same keys as the section model. It may have the keys pools (pools of this model's "
+                "engines; empty: all pools), engines (addresses, without a coordinator) and lora."
+            ),
+        ),
+    ] = ()
     frontend_id: Annotated[str, Meta(description="Name of the frontend in its cluster. Empty: the host name.")] = ""
     coordinator: CoordinatorClientConfig = CoordinatorClientConfig()
     engines: Annotated[
@@ -536,11 +341,54 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.model.name in self.lora.adapters:
             raise ConfigError(f"lora.adapters: {self.model.name!r} is the model's own name")
         check_aliases(self.model.aliases, self.model.name, self.lora)
+        if self.models:
+            self._check_models()
         if self.ready_without_engines and not self.coordinator.address:
             raise ConfigError(
                 "ready_without_engines is true, but coordinator.address is empty; set it, because only a coordinator "
                 "reports new engines"
             )
+
+    def _check_models(self) -> None:
+        """Check the further models. Raises ConfigError."""
+        if len(self.models) >= MAX_MODELS:
+            raise ConfigError(f"models has {len(self.models)} entries; the maximum is {MAX_MODELS - 1}")
+        for place, each in enumerate(self.models):
+            if self.coordinator.address and each.engines:
+                raise ConfigError(
+                    f"models[{place}].engines is set, but coordinator.address is set too; use models[{place}].pools"
+                )
+        check_distinct(
+            [
+                ("", self.model, self.lora),
+                *((f"models[{place}].", each.model, each.lora) for place, each in enumerate(self.models)),
+            ]
+        )
+        self.per_model()
+
+    def per_model(self) -> "list[FrontendConfig]":
+        """Return one configuration per model. Each has only one model, and that model's engines and LoRA settings.
+
+        Raises ConfigError if the settings of a model are not valid.
+        """
+        return [msgspec.structs.replace(self, models=()) if self.models else self] + [
+            self._only(place, each) for place, each in enumerate(self.models)
+        ]
+
+    def _only(self, place: int, further: FurtherModelConfig) -> "FrontendConfig":
+        try:
+            return msgspec.structs.replace(
+                self,
+                model=further.model,
+                models=(),
+                # The coordinator counts the held requests of each name, so each model needs a name.
+                frontend_id=f"{self.name}/{further.model.name}",
+                coordinator=msgspec.structs.replace(self.coordinator, pools=further.pools),
+                engines=further.engines,
+                lora=further.lora,
+            )
+        except ConfigError as e:
+            raise ConfigError(f"models[{place}]: {e}") from None
 
     @property
     def name(self) -> str:

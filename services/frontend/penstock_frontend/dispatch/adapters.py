@@ -20,7 +20,7 @@ from penstock_common.errors import (
     quoted,
 )
 from penstock_common.lora_registry import LoraAdapter, LoraHeld, LoraRegistration, LoraRegistry, short
-from penstock_frontend.config.frontend import LoraConfig, name_refusal
+from penstock_frontend.config.models import LoraConfig, name_refusal
 
 
 class LoraSource(enum.IntEnum):
@@ -77,6 +77,8 @@ class Adapters:
         self._aliases = {name: target or model for name, target in aliases.items()}
         self.registry = LoraRegistry()
         self.on_change = on_change
+        self.other_owner: Callable[[str], str] = lambda _: ""
+        """Returns the other model of this frontend for which a name stands, or an empty string."""
         self._config = config
         self._model = model
         self._frontend_id = frontend_id
@@ -92,9 +94,18 @@ class Adapters:
         """Name and path of each pinned adapter that was not registered at run time."""
 
     @property
+    def model(self) -> str:
+        """Name of the base model."""
+        return self._model
+
+    @property
     def serves(self) -> bool:
         """True if requests may name LoRA adapters."""
         return self._config.serves
+
+    def is_fixed(self, name: str) -> bool:
+        """Return True if the configuration gives this name to the base model or to an alias."""
+        return name == self._model or name in self._aliases
 
     def count(self) -> dict[str, int]:
         """Return the number of adapter names by source of the name."""
@@ -189,6 +200,11 @@ class Adapters:
             stands = quoted(self._aliases[name])
             raise InvalidArgument(
                 f"name is {quoted(name)}, which is an alias for {stands} in model.aliases", field="name"
+            )
+        if owner := self.other_owner(name):
+            raise InvalidArgument(
+                f"name is {quoted(name)}, which already stands for the model {quoted(owner)} or one of its adapters",
+                field="name",
             )
         named = self.get(name)
         if named is not None and named.source is not LoraSource.RUN_TIME:

@@ -17,7 +17,7 @@ from penstock_frontend.processing.media.service import MediaService
 from penstock_frontend.processing.media.split_speech import SpeechWindow, SplitSpeech
 from penstock_frontend.speech.languages import NAMES
 from penstock_frontend.speech.prompts import SpeechTokens
-from penstock_frontend.speech.types import Segment, TextDelta, Transcript, TranscriptionRequest
+from penstock_frontend.speech.types import Segment, Speech, TextDelta, Transcript, TranscriptionRequest
 from penstock_frontend.speech.window_calls import Detected, Spoken, WindowCalls
 
 _TEMPERATURE = Bounds(0.0, 1.0)
@@ -124,7 +124,7 @@ class SpeechCalls:
         return language
 
 
-def required(speech: SpeechCalls | None, model: str) -> SpeechCalls:
+def required(speech: Speech | None, model: str) -> Speech:
     """Return ``speech``. Raises InvalidArgument with the reason WRONG_MODEL_KIND if it is None, because the model does
     not transcribe speech.
     """

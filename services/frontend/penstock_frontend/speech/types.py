@@ -121,8 +121,11 @@ class TranscriptPieces(Protocol):
     def __aiter__(self) -> AsyncIterator[TextDelta | Transcript]:
         """Return the iterator itself."""
 
+    def close(self) -> None:
+        """Cancel the call, if it has not ended. Idempotent."""
+
     async def aclose(self) -> None:
-        """End the call, if it has not ended. Idempotent."""
+        """Cancel the call, if it has not ended, and wait until it has ended. Idempotent."""
 
 
 class Speech(Protocol):

@@ -40,7 +40,7 @@ def parse_adapters(texts: Sequence[str]) -> dict[str, str]:
     Raises:
         ConfigError: A text has another form, a name is repeated or invalid, or a path has no adapter.
     """
-    from penstock_frontend.config.frontend import (
+    from penstock_frontend.config.models import (
         name_refusal,
     )  # Imported here because the other commands do not need it.
 

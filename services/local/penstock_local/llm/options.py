@@ -17,7 +17,7 @@ from penstock_enginecore.config import (
     StructuredOutputConfig,
 )
 from penstock_frontend.config import LimitsConfig, MediaConfig
-from penstock_frontend.config.frontend import name_refusal
+from penstock_frontend.config.models import name_refusal
 from penstock_local.commands.lora import adapter_folder
 from penstock_local.llm import parameters
 from penstock_local.serving import speculation

@@ -220,7 +220,7 @@ class Rig:
         return status.num_waiting_reqs if status is not None else 0
 
     def _status(self, engine: OracleProcess) -> Any:
-        cluster = self.frontend.frontend._engines.view.cluster()
+        cluster = self.frontend.frontend._models[0].assembly.engines.view.cluster()
         return next((status for status in cluster if status.address == engine.reached_at), None)
 
     async def _until_added(self, prefix: str, count: int) -> None:
@@ -268,7 +268,7 @@ class Rig:
         move.
         """
         problems = []
-        llm = self.frontend.frontend._llm
+        llm = self.frontend.frontend._models[0].assembly.llm
         if llm.num_live or len(llm._outputs):
             problems.append(f"the frontend still has {llm.num_live} requests and {len(llm._outputs)} sequences")
         attempts = await self._attempts(

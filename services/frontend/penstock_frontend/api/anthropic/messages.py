@@ -29,6 +29,7 @@ from penstock_frontend.api.anthropic.turns import (
     turns_of,
 )
 from penstock_frontend.api.http.endpoint import Answer, Call, Endpoint, Gate, Handler
+from penstock_frontend.api.http.model_switch import for_each_model
 from penstock_frontend.api.http.request_body import Bodies, Body
 from penstock_frontend.api.http.streaming import EventStream, StreamForm, named
 from penstock_frontend.api.media_sources import placed
@@ -45,6 +46,7 @@ from penstock_frontend.call_warnings import WarningKind, name_fields, warn
 from penstock_frontend.calls.admission import demand_of
 from penstock_frontend.calls.chat import ChatCalls
 from penstock_frontend.calls.generate import AsyncLLM
+from penstock_frontend.calls.served_models import ServedModel, ServedModels
 from penstock_frontend.processing.chat.answers import ChatOutput
 
 EVENTS = StreamForm(named, errors.event)
@@ -169,15 +171,22 @@ def _names(body: ConversationBody, turns: Turns, chosen: ChosenTools) -> Mapping
     }
 
 
-def routes(llm: AsyncLLM, chat: ChatCalls, *, generates: bool, gate: Gate, bodies: Bodies) -> Sequence[Route]:
+def routes(models: ServedModels, *, gate: Gate, bodies: Bodies) -> Sequence[Route]:
     """Return all routes of the Messages API. Other protocols of the HTTP listener use the same ``gate`` and ``bodies``.
 
-    If ``generates`` is False, the model only transcribes audio files, and the routes refuse all calls.
+    For a model that only transcribes audio files, the routes refuse all calls.
     """
-    messages = Messages(llm, chat)
-    handlers: dict[str, Handler] = {errors.PREFIX: messages.create, f"{errors.PREFIX}/count_tokens": messages.count}
-    if not generates:
-        handlers = dict.fromkeys(handlers, refuse_text)
+
+    def create(model: ServedModel) -> Handler:
+        return Messages(model.llm, model.chat).create if model.speech is None else refuse_text
+
+    def count(model: ServedModel) -> Handler:
+        return Messages(model.llm, model.chat).count if model.speech is None else refuse_text
+
+    handlers = {
+        errors.PREFIX: for_each_model(models, create),
+        f"{errors.PREFIX}/count_tokens": for_each_model(models, count),
+    }
     return [
         Route(path, Endpoint(gate, bodies, handler, errors.answer), methods=["POST"])
         for path, handler in handlers.items()

@@ -5,11 +5,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from penstock_common.errors import InvalidArgument, NotFound, quoted
+from penstock_common.errors import InvalidArgument, quoted
 from penstock_frontend.api.http.endpoint import Answer, Call
 from penstock_frontend.api.http.request_body import Body
 from penstock_frontend.api.openai.models import Models
-from penstock_frontend.calls.generate import AsyncLLM
 
 _DEFAULT_LIMIT, _MAX_LIMIT = 20, 1000
 
@@ -42,8 +41,7 @@ class AnthropicModels:
     handler for OpenAI's format.
     """
 
-    def __init__(self, llm: AsyncLLM, models: Models) -> None:
-        self._llm = llm
+    def __init__(self, models: Models) -> None:
         self._models = models
 
     async def list(self, call: Call, given: Body) -> Answer:
@@ -73,11 +71,7 @@ class AnthropicModels:
     async def get(self, call: Call, given: Body) -> Answer:
         """Return the model with this name. Raises NotFound if there is no such model."""
         del given
-        name = call.path["name"]
-        if not name:
-            raise NotFound(f"name is not set; known: {self._models.names()[0]}", field="name")
-        self._llm.inputs.check_model(name)
-        return self._info(name)
+        return self._info(call.path["name"])
 
     def _index(self, name: str, field: str) -> int:
         names = self._models.names()
@@ -86,7 +80,7 @@ class AnthropicModels:
         return names.index(name)
 
     def _info(self, name: str) -> ModelInfo:
-        limits = self._llm.engines.view.limits
+        limits = self._models.named(name).llm.engines.view.limits
         created = dt.datetime.fromtimestamp(self._models.created, dt.UTC)
         return ModelInfo(
             id=name,

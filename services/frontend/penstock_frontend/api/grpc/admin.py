@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import msgspec
@@ -19,11 +19,11 @@ from penstock_common.rpc.data_parallel import pool_group_to_proto
 from penstock_common.types.cluster import DEFAULT_POOL
 from penstock_frontend.api.grpc.servicers import ask_all, refuses_unserved
 from penstock_frontend.call_types import current_principal
-from penstock_frontend.calls.adapters import AdapterCalls, AdapterInfo, HeldAdapter
+from penstock_frontend.calls.adapters import AdapterInfo, HeldAdapter
+from penstock_frontend.calls.served_models import ServedModel, ServedModels
 from penstock_frontend.dispatch.client import LostEngines
 from penstock_frontend.interfaces import EngineClient
 from penstock_frontend.rpc.coordinator_client import CoordinatorClient
-from penstock_frontend.tenants import TenantRefusals
 
 
 def lora_info(info: AdapterInfo) -> pb.LoraInfo:
@@ -57,46 +57,45 @@ add_to_server = service_pb2_grpc.add_AdminServiceServicer_to_server
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
+class OperatedModel(NamedTuple):
+    """Components of a model that only operators use. ``coordinator`` is None if the configuration lists the engines."""
+
+    coordinator: CoordinatorClient | None
+    lost: LostEngines
+
+
 @refuses_unserved(_SERVICE)
 class AdminServicer(service_pb2_grpc.AdminServiceServicer):
     """Controls engines through the frontend's sessions with them. Methods that are not supported yet fail with
     UNIMPLEMENTED.
 
-    The servicer sends a call to all connected engines in parallel. If an engine fails, the call fails with the error of
-    this engine, after all engines have answered. The engines without an error have carried out the call in this case.
+    The servicer sends a call to all connected engines of the named model, or of all models, in parallel. If an engine
+    fails, the call fails with the error of this engine, after all engines have answered. The engines without an error
+    have carried out the call in this case.
     """
 
-    def __init__(
-        self,
-        engines: EngineClient,
-        adapters: AdapterCalls,
-        coordinator: CoordinatorClient | None,
-        *,
-        lost: LostEngines,
-        tenants: TenantRefusals,
-    ) -> None:
-        """Create the servicer of the operators' API. ``coordinator`` is None if the configuration lists the engines."""
-        self._lost = lost
-        self._tenants = tenants
-        self._engines = engines
-        self._adapters = adapters
-        self._coordinator = coordinator
+    def __init__(self, models: ServedModels, operated: Sequence[OperatedModel]) -> None:
+        """Create the servicer of the operators' API. ``operated`` has one entry per model, in the order of ``models``."""
+        self._models = models
+        self._operated = {model.name: each for model, each in zip(models, operated, strict=True)}
 
     async def Pause(self, request: pb.PauseRequest, context: Context) -> pb.PauseResponse:
         """Make the engines stop scheduling requests. Returns once all engines are paused."""
-        await self._ask("pause", _pause_mode(request.mode), request.clear_cache)
+        await self._ask(request.model, "pause", _pause_mode(request.mode), request.clear_cache)
         return pb.PauseResponse()
 
     async def Resume(self, request: pb.ResumeRequest, context: Context) -> pb.ResumeResponse:
         """Make paused engines schedule requests again."""
-        await self._ask("resume")
+        await self._ask(request.model, "resume")
         return pb.ResumeResponse()
 
     async def Sleep(self, request: pb.SleepRequest, context: Context) -> pb.SleepResponse:
         """Make the engines free device memory."""
         if request.level > _MAX_SLEEP_LEVEL:
             raise InvalidArgument(f"level is {request.level}; it must be from 0 to {_MAX_SLEEP_LEVEL}", field="level")
-        await self._ask("sleep", request.level, _pause_mode(request.mode or control_pb2.PAUSE_MODE_ABORT))
+        await self._ask(
+            request.model, "sleep", request.level, _pause_mode(request.mode or control_pb2.PAUSE_MODE_ABORT)
+        )
         return pb.SleepResponse()
 
     async def WakeUp(self, request: pb.WakeUpRequest, context: Context) -> pb.WakeUpResponse:
@@ -106,31 +105,37 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
                 raise InvalidArgument(
                     f"tags[{index}] is {quoted(tag)}; known: {', '.join(_WAKE_UP_TAGS)}", field=f"tags[{index}]"
                 )
-        await self._ask("wake_up", list(request.tags))
+        await self._ask(request.model, "wake_up", list(request.tags))
         return pb.WakeUpResponse()
 
     async def IsSleeping(self, request: pb.IsSleepingRequest, context: Context) -> pb.IsSleepingResponse:
         """Return for each engine whether it sleeps."""
-        return pb.IsSleepingResponse(engines=await self._ask("is_sleeping"))
+        return pb.IsSleepingResponse(engines=await self._ask(request.model, "is_sleeping"))
 
     async def GetEngineInfo(self, request: pb.GetEngineInfoRequest, context: Context) -> pb.GetEngineInfoResponse:
         """Return the properties and memory of each engine."""
-        infos = await self._ask("engine_info")
+        infos = await self._ask(request.model, "engine_info")
         return pb.GetEngineInfoResponse(
             engines={engine: msgspec.json.encode(info).decode() for engine, info in infos.items()}
         )
 
     async def GetCluster(self, request: pb.GetClusterRequest, context: Context) -> pb.GetClusterResponse:
         """Return the state of the cluster, as this frontend knows it."""
+        chosen = self._chosen(request.model)
+        views = [model.llm.engines.view for model in chosen]
+        operated = [self._operated[model.name] for model in chosen]
+        losses = sorted((loss for each in operated for loss in each.lost.recent()), key=lambda loss: loss[1])
+        refusals = [refused for model in chosen for refused in model.llm.tenants.recent()]
         return pb.GetClusterResponse(
-            engines=[to_message(status, control_pb2.EngineStatus) for status in self._engines.view.cluster()],
-            coordinator_connected=self._coordinator is not None and self._coordinator.connected,
-            variants=[to_message(variant, pb.Variant) for variant in self._engines.view.variants()],
-            groups=[pool_group_to_proto(group) for group in self._engines.view.groups()],
-            lost_engines=[
-                to_message(lost, pb.LostEngine, seconds_ago=seconds) for lost, seconds in self._lost.recent()
+            engines=[to_message(status, control_pb2.EngineStatus) for view in views for status in view.cluster()],
+            coordinator_connected=all(each.coordinator is not None and each.coordinator.connected for each in operated),
+            variants=[to_message(variant, pb.Variant) for view in views for variant in view.variants()],
+            groups=[pool_group_to_proto(group) for view in views for group in view.groups()],
+            lost_engines=[to_message(lost, pb.LostEngine, seconds_ago=seconds) for lost, seconds in losses],
+            tenant_refusals=[
+                to_message(each, pb.TenantRefusals)
+                for each in sorted(refusals, key=lambda each: each.num_refused, reverse=True)
             ],
-            tenant_refusals=[to_message(each, pb.TenantRefusals) for each in self._tenants.recent()],
         )
 
     async def ResetPrefixCache(
@@ -138,36 +143,42 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
     ) -> pb.ResetPrefixCacheResponse:
         """Clear the prefix caches of the engines."""
         return pb.ResetPrefixCacheResponse(
-            num_engines_reset=await self._reset("reset_prefix_cache", request.preempt_running)
+            num_engines_reset=await self._reset(request.model, "reset_prefix_cache", request.preempt_running)
         )
 
     async def ResetMultimodalCache(
         self, request: pb.ResetMultimodalCacheRequest, context: Context
     ) -> pb.ResetMultimodalCacheResponse:
         """Clear the engines' caches of media that the frontends have sent."""
-        return pb.ResetMultimodalCacheResponse(num_engines_reset=len(await self._ask("reset_mm_cache")))
+        return pb.ResetMultimodalCacheResponse(num_engines_reset=len(await self._ask(request.model, "reset_mm_cache")))
 
     async def ResetEncoderCache(
         self, request: pb.ResetEncoderCacheRequest, context: Context
     ) -> pb.ResetEncoderCacheResponse:
         """Clear the engines' caches of media embeddings."""
-        return pb.ResetEncoderCacheResponse(num_engines_reset=len(await self._ask("reset_encoder_cache")))
+        return pb.ResetEncoderCacheResponse(
+            num_engines_reset=len(await self._ask(request.model, "reset_encoder_cache"))
+        )
 
     async def StartProfile(self, request: pb.StartProfileRequest, context: Context) -> pb.StartProfileResponse:
         """Start the profilers of the engines."""
-        await self._ask("start_profile")
+        await self._ask(request.model, "start_profile")
         return pb.StartProfileResponse()
 
     async def StopProfile(self, request: pb.StopProfileRequest, context: Context) -> pb.StopProfileResponse:
         """Stop the profilers of the engines. The returned paths are on the engines' machines."""
-        paths = await self._ask("stop_profile")
+        paths = await self._ask(request.model, "stop_profile")
         return pb.StopProfileResponse(paths=[path for of_engine in paths.values() for path in of_engine])
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> AsyncIterator[pb.DrainResponse]:
         """Drain an engine. Yields the number of its remaining requests after each change, until it is 0 or the engine
         has left.
         """
-        known = {status.engine_id: status for status in self._engines.view.cluster()}
+        known = {
+            status.engine_id: (status, model.llm.engines)
+            for model in self._models
+            for status in model.llm.engines.view.cluster()
+        }
         if request.engine_id not in known:
             raise NotFound(
                 f"engine_id is {quoted(request.engine_id)}; engines: {', '.join(sorted(known)) or 'none'}",
@@ -179,11 +190,10 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
                 f"timeout_seconds is {request.timeout_seconds:g}; it must be from 0 to {_MAX_DRAIN_TIMEOUT:g}",
                 field="timeout_seconds",
             )
+        status, engines = known[request.engine_id]
         told: tuple[int, int] | None = None
         while told != (0, 0):
-            left = await self._drain(
-                request.engine_id, request.timeout_seconds, gives=bool(known[request.engine_id].kv_address)
-            )
+            left = await self._drain(engines, request.engine_id, request.timeout_seconds, gives=bool(status.kv_address))
             if left != told:
                 requests, num_bytes = told = left
                 yield pb.DrainResponse(
@@ -197,6 +207,7 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
 
     async def _drain(
         self,
+        engines: EngineClient,
         engine: str,
         timeout: float,  # noqa: ASYNC109 - the engine's, not the call's
         *,
@@ -207,16 +218,16 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
         Return the number of the engine's requests, and the size in bytes of the KV blocks that it keeps for other
         engines. The size is requested only if ``gives`` is True. The two numbers are 0 if the engine has left.
         """
-        requests = await self._ask_of("drain", [timeout], engine)
-        info = await self._ask_of("engine_info", [], engine) if gives else None
+        requests = await self._ask_of(engines, "drain", [timeout], engine)
+        info = await self._ask_of(engines, "engine_info", [], engine) if gives else None
         kept = info.get("kv_transfer") if isinstance(info, dict) else None
         return int(requests or 0), int(kept.get("leased_bytes", 0)) if kept else 0
 
-    async def _ask_of(self, method: str, arguments: list[Any], engine: str) -> Any:
+    async def _ask_of(self, engines: EngineClient, method: str, arguments: list[Any], engine: str) -> Any:
         """Return the answer of one engine to a call. Return None if the engine has left. Raises the error of the
         engine.
         """
-        result = (await self._engines.call_utility(method, arguments, engine=engine)).get(engine)
+        result = (await engines.call_utility(method, arguments, engine=engine)).get(engine)
         if isinstance(result, RequestFailed):
             if result.reason == "ENGINE_GONE":
                 return None
@@ -225,13 +236,15 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
 
     async def Scale(self, request: pb.ScaleRequest, context: Context) -> pb.ScaleResponse:
         """Change the number of engines in a pool. The coordinator checks the request and changes the number."""
-        if self._coordinator is None:
+        # The sessions of all models are with the same coordinator.
+        coordinator = self._operated[self._models.first.name].coordinator
+        if coordinator is None:
             raise FailedPrecondition(
                 "this frontend has no coordinator, so it cannot change the number of engines; set coordinator.address",
                 reason="NO_COORDINATOR",
             )
         replicas = request.replicas if request.HasField("replicas") else None
-        previous = await self._coordinator.scale(request.pool, replicas)
+        previous = await coordinator.scale(request.pool, replicas)
         get_logger().info(
             "changed the number of engines in a pool",
             pool=request.pool or DEFAULT_POOL,
@@ -243,41 +256,56 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
 
     async def LoadLora(self, request: pb.LoadLoraRequest, context: Context) -> pb.LoadLoraResponse:
         """Load a LoRA adapter on every engine, and register the adapter's name."""
-        loaded = await self._adapters.load(
+        model = self._models.of(request.model)
+        model.llm.inputs.check_model(request.model)
+        loaded = await model.llm.adapters.load(
             request.name, request.path, load_inplace=request.load_inplace, pinned=request.pinned
         )
         return pb.LoadLoraResponse(lora=lora_info(loaded))
 
     async def UnloadLora(self, request: pb.UnloadLoraRequest, context: Context) -> pb.UnloadLoraResponse:
         """Remove the name of a LoRA adapter, so that requests cannot use this name any more."""
-        return pb.UnloadLoraResponse(lora=lora_info(await self._adapters.unload(request.name)))
+        adapters = self._models.of(request.name, field="name").llm.adapters
+        return pb.UnloadLoraResponse(lora=lora_info(await adapters.unload(request.name)))
 
     async def ListLoras(self, request: pb.ListLorasRequest, context: Context) -> pb.ListLorasResponse:
-        """Return the LoRA adapters that requests can name."""
-        adapters = await self._adapters.list()
+        """Return the LoRA adapters that requests can name, of all models that serve adapters."""
+        chosen = self._chosen(request.model)
+        serving = [model for model in chosen if model.llm.adapters.adapters.serves] or chosen[:1]
+        lists = await asyncio.gather(*(model.llm.adapters.list() for model in serving))
+        adapters = sorted((each for listed in lists for each in listed), key=lambda each: each.adapter.name)
         return pb.ListLorasResponse(names=[each.adapter.name for each in adapters], loras=map(lora_info, adapters))
 
     async def PinLora(self, request: pb.PinLoraRequest, context: Context) -> pb.PinLoraResponse:
         """Pin a LoRA adapter in the memory of the engines, or unpin it."""
-        return pb.PinLoraResponse(lora=lora_info(await self._adapters.pin(request.name, pinned=not request.unpin)))
+        adapters = self._models.of(request.name, field="name").llm.adapters
+        return pb.PinLoraResponse(lora=lora_info(await adapters.pin(request.name, pinned=not request.unpin)))
 
     async def CollectiveRpc(self, request: pb.CollectiveRpcRequest, context: Context) -> pb.CollectiveRpcResponse:
         """Call a method on every worker of the engines. The engines decide which methods are allowed."""
         if not request.method:
             raise InvalidArgument("method is not set", field="method")
-        results = await self._ask("collective_rpc", request.method, _arguments(request.arguments))
+        results = await self._ask(request.model, "collective_rpc", request.method, _arguments(request.arguments))
         return pb.CollectiveRpcResponse(
             results=[msgspec.msgpack.encode(result) for of_engine in results.values() for result in of_engine]
         )
 
-    async def _reset(self, method: str, *arguments: object) -> int:
-        """Call a reset method on all engines. The method returns True if it has reset something. Return the number of
+    async def _reset(self, model: str, method: str, *arguments: object) -> int:
+        """Call a reset method on the engines of a model. The method returns True if it has reset something. Return the number of
         engines that returned True.
         """
-        return sum(result is True for result in (await self._ask(method, *arguments)).values())
+        return sum(result is True for result in (await self._ask(model, method, *arguments)).values())
 
-    async def _ask(self, method: str, *arguments: object) -> dict[str, Any]:
-        return await ask_all(self._engines, method, *arguments)
+    def _chosen(self, name: str) -> list[ServedModel]:
+        """Return the model with this name, or all models if the name is empty. Raises NotFound."""
+        if not name:
+            return list(self._models)
+        model = self._models.of(name)
+        model.llm.inputs.check_model(name)
+        return [model]
+
+    async def _ask(self, model: str, method: str, *arguments: object) -> dict[str, Any]:
+        return await ask_all([each.llm.engines for each in self._chosen(model)], method, *arguments)
 
 
 def _caller(context: Context) -> str:

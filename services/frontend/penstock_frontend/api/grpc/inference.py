@@ -3,7 +3,7 @@ stream.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import grpc
@@ -25,13 +25,12 @@ from penstock_frontend.api.grpc.servicers import media_limits, refuses_unserved
 from penstock_frontend.call_types import ChatRequest, GenerateRequest, caller_named
 from penstock_frontend.call_warnings import CallWarnings, WarningLog
 from penstock_frontend.calls.admission import InFlight, demand_of
-from penstock_frontend.calls.chat import ChatCalls
 from penstock_frontend.calls.generate import AsyncLLM
 from penstock_frontend.calls.live_request import LiveRequest
-from penstock_frontend.calls.scoring import ScoringCalls
-from penstock_frontend.config import FrontendConfig, LimitsConfig
+from penstock_frontend.calls.served_models import ServedModel, ServedModels
+from penstock_frontend.config import LimitsConfig
 from penstock_frontend.dispatch.adapters import NamedAdapter
-from penstock_frontend.speech.calls import SpeechCalls, required
+from penstock_frontend.speech.calls import required
 
 R = TypeVar("R", GenerateRequest, ChatRequest)
 Out = TypeVar("Out")
@@ -47,6 +46,7 @@ merged.
 class _Running(NamedTuple):
     """A request of a session, and the task that serves this request."""
 
+    llm: AsyncLLM
     live: LiveRequest
     task: asyncio.Task[None]
 
@@ -63,7 +63,7 @@ class GenerateSession:
 
     def __init__(
         self,
-        llm: AsyncLLM,
+        models: ServedModels,
         *,
         metadata: Mapping[str, str],
         time_left: Callable[[], float | None],
@@ -75,7 +75,7 @@ class GenerateSession:
 
         If a response of a request exceeds ``max_response_bytes``, this request fails, and the session continues.
         """
-        self._llm = llm
+        self._models = models
         self._metadata = metadata
         self._time_left = time_left
         self._limits = limits
@@ -103,7 +103,7 @@ class GenerateSession:
             self._main.cancel()
         for running in self._running.values():
             running.task.cancel()
-            self._llm.release(running.live)
+            running.llm.release(running.live)
         self._running.clear()
 
     async def _serve(self, requests: AsyncIterator[pb.GenerateSessionRequest]) -> None:
@@ -154,49 +154,50 @@ class GenerateSession:
                 field="request_id",
                 reason="DUPLICATE_REQUEST_ID",
             )
+        llm = self._models.of(message.generate.model, message.generate.lora).llm
         if len(self._running) >= (limit := self._limits.now.max_session_requests):
             refusal = ResourceExhausted(
                 f"{len(self._running)} requests of this session are running; limits.max_session_requests is {limit}",
                 retry_after=self._in_flight.retry_after(1),
             )
             tenant = tenant_of_message(message.generate.routing, self._metadata)
-            self._llm.refused(refusal, tenant, message.generate.request_id)
+            llm.refused(refusal, tenant, message.generate.request_id)
             raise refusal
         request = messages.generate_request(
             message.generate, metadata=self._metadata, time_left=self._time_left(), limits=self._limits.now
         )
-        live = self._llm.accept(request.context.external_request_id, demand_of(request))
+        live = llm.accept(request.context.external_request_id, demand_of(request))
         self._in_flight.enter()
-        self._running[live.request_id] = _Running(live, tasks.create_task(self._run(request, live)))
+        self._running[live.request_id] = _Running(llm, live, tasks.create_task(self._run(llm, request, live)))
 
     async def _abort(self, request_id: str) -> None:
         """Abort a request. Do nothing if the request has already ended."""
         running = self._running.get(request_id)
-        if running is None or self._llm.abort(running.live):
+        if running is None or running.llm.abort(running.live):
             return
         # The request has not been sent to an engine, so this message is its only output.
         running.task.cancel()
-        self._end(running.live)
+        self._end(running.llm, running.live)
         last = pb.GenerateResponse(request_id=request_id, finish_reason=finish_pb2.FINISH_REASON_ABORT)
         last.usage.CopyFrom(stats_pb2.Usage())
         await self._out.put(pb.GenerateSessionResponse(output=last))
 
-    async def _run(self, request: GenerateRequest, live: LiveRequest) -> None:
+    async def _run(self, llm: AsyncLLM, request: GenerateRequest, live: LiveRequest) -> None:
         """Serve one request until it ends. An error affects no other request of the session."""
         try:
-            async for output in self._llm.generate(request, live):
+            async for output in llm.generate(request, live):
                 if live.released:
                     # free the id before this output is sent, so that the client can use the id again when it reads the
                     # output
-                    self._end(live)
+                    self._end(llm, live)
                 response = pb.GenerateSessionResponse(output=messages.generate_response(output, live.request_id))
                 check_response_size(response, self._max_response_bytes)
                 await self._out.put(response)
         except RequestFailed as e:
-            self._end(live)
+            self._end(llm, live)
             await self._fail(live.request_id, e)
         except Exception as e:
-            self._end(live)
+            self._end(llm, live)
             await self._fail(live.request_id, incident(e, request=live.request_id, doing="serving the request"))
 
     async def _fail(self, request_id: str, error: RequestFailed) -> None:
@@ -205,8 +206,8 @@ class GenerateSession:
         )
         await self._out.put(pb.GenerateSessionResponse(error=failed))
 
-    def _end(self, live: LiveRequest) -> None:
-        self._llm.release(live)
+    def _end(self, llm: AsyncLLM, live: LiveRequest) -> None:
+        llm.release(live)
         running = self._running.get(live.request_id)
         if running is not None and running.live is live:
             del self._running[live.request_id]
@@ -222,45 +223,32 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 @refuses_unserved(_SERVICE)
 class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
-    """Converts gRPC calls into requests of ``AsyncLLM``. The interceptor of the server converts
-    errors into gRPC statuses.
+    """Converts gRPC calls into requests of the model that the call names. The interceptor of the server converts errors
+    into gRPC statuses.
     """
 
     def __init__(
-        self,
-        llm: AsyncLLM,
-        chat: ChatCalls,
-        config: FrontendConfig,
-        limits: Reread[LimitsConfig],
-        labels: Sequence[str],
-        scoring: ScoringCalls,
-        speech: SpeechCalls | None,
-        warnings: WarningLog,
+        self, models: ServedModels, limits: Reread[LimitsConfig], warnings: WarningLog, *, max_response_bytes: int
     ) -> None:
-        """Create the servicer. ``speech`` is None if the model does not transcribe speech."""
-        self._llm = llm
+        self._models = models
         self._warnings = warnings
-        self._chat = chat
-        self._labels = labels
-        self._model = config.model
         self._limits = limits
-        self._scoring = scoring
-        self._speech = speech
-        self._max_response_bytes = config.server.max_message_bytes
+        self._max_response_bytes = max_response_bytes
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """Generate a continuation of a prompt, and stream the output. Warnings are sent as initial metadata."""
+        llm = self._models.of(request.model, request.lora).llm
         warnings = self._warnings.begin(_caller(context))
         converted = messages.generate_request(request, **_call(context), limits=self._limits.now)
-        async for output, request_id in self._outputs(converted, self._llm.generate, context, warnings):
+        async for output, request_id in _outputs(llm, converted, llm.generate, context, warnings):
             yield messages.generate_response(output, request_id)
 
     async def GenerateSession(
         self, request_iterator: AsyncIterator[pb.GenerateSessionRequest], context: Context
     ) -> AsyncIterator[pb.GenerateSessionResponse]:
-        """Serve many requests of a client on one stream."""
+        """Serve many requests of a client on one stream. Each request may name another model."""
         session = GenerateSession(
-            self._llm,
+            self._models,
             metadata=_metadata(context),
             time_left=context.time_remaining,
             limits=self._limits,
@@ -272,52 +260,42 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
 
     async def Chat(self, request: pb.ChatRequest, context: Context) -> AsyncIterator[pb.ChatResponse]:
         """Generate the next message of a conversation, and stream the message. Warnings are sent as initial metadata."""
+        model = self._models.of(request.model, request.lora)
         warnings = self._warnings.begin(_caller(context))
         converted = messages.chat_request(request, **_call(context), limits=self._limits.now)
-        async for output, request_id in self._outputs(converted, self._chat.run, context, warnings):
+        async for output, request_id in _outputs(model.llm, converted, model.chat.run, context, warnings):
             yield messages.chat_response(output, request_id)
-
-    async def _outputs(
-        self, request: R, run: Callable[[R, LiveRequest], AsyncIterator[Out]], context: Context, warnings: CallWarnings
-    ) -> AsyncIterator[tuple[Out, str]]:
-        """Yield the outputs of one request, each with the request id. Send the warnings before the first output."""
-        live = self._llm.accept(request.context.external_request_id, demand_of(request))
-        # A call may be cancelled at any await, for example while a slow client reads a message. Only the done callback
-        # runs in every case.
-        context.add_done_callback(lambda _: self._llm.release(live))  # type: ignore[arg-type]  # its stub is no Protocol
-        begun = False
-        async for output in run(request, live):
-            if not begun and warnings.headers:
-                await context.send_initial_metadata(tuple(warnings.headers.items()))
-            begun = True
-            yield output, live.request_id
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
         """Return the embeddings of the inputs in a request."""
-        self._llm.pooling.inputs.check_count(len(request.inputs), field="inputs")
-        prompts = self._llm.pooling.inputs.prompts
+        llm = self._models.of(request.model, request.lora).llm
+        llm.pooling.inputs.check_count(len(request.inputs), field="inputs")
+        prompts = llm.pooling.inputs.prompts
         converted = messages.embed_request(request, **_call(context), limits=self._limits.now, prompts=prompts)
-        return messages.embed_response(*await self._llm.run_pooling(converted))
+        return messages.embed_response(*await llm.run_pooling(converted))
 
     async def Classify(self, request: pb.ClassifyRequest, context: Context) -> pb.ClassifyResponse:
         """Return the classes of the inputs in a request."""
-        self._llm.pooling.inputs.check_count(len(request.inputs), field="inputs")
+        model = self._models.of(request.model, request.lora)
+        model.llm.pooling.inputs.check_count(len(request.inputs), field="inputs")
         converted = messages.classify_request(request, **_call(context), limits=self._limits.now)
-        result, request_id = await self._llm.run_pooling(converted)
+        result, request_id = await model.llm.run_pooling(converted)
         per_token = converted.params.task is PoolingTask.TOKEN_CLASSIFY
-        return messages.classify_response(result, request_id, per_token=per_token, labels=self._labels)
+        return messages.classify_response(result, request_id, per_token=per_token, labels=model.labels)
 
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
         """Return the scores of pairs of texts. The scores are those of a cross-encoder, or cosine similarities of
         embeddings.
         """
-        self._llm.pooling.inputs.check_count(len(request.documents), field="documents")
-        converted = messages.score_request(request, **_call(context), prompts=self._llm.pooling.inputs.prompts)
-        return messages.score_response(await self._scoring.run(converted))
+        model = self._models.of(request.model, request.lora)
+        model.llm.pooling.inputs.check_count(len(request.documents), field="documents")
+        converted = messages.score_request(request, **_call(context), prompts=model.llm.pooling.inputs.prompts)
+        return messages.score_response(await model.scoring.run(converted))
 
     async def Transcribe(self, request: pb.TranscribeRequest, context: Context) -> AsyncIterator[pb.TranscribeResponse]:
         """Transcribe an audio file, and stream the text and the transcript."""
-        speech = required(self._speech, self._model.name)
+        model = self._models.of(request.model, request.lora)
+        speech = required(model.speech, model.name)
         stream = speech.stream(speech_messages.transcription_request(request, **_call(context)))
         context.add_done_callback(lambda _: stream.close())  # type: ignore[arg-type]  # its stub is no Protocol
         async for item in stream:
@@ -325,64 +303,90 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """Return the token ids of a text."""
-        self._llm.inputs.check_model(request.model)
+        llm = self._models.of(request.model).llm
+        llm.inputs.check_model(request.model)
         add = request.add_special_tokens if request.HasField("add_special_tokens") else True
-        encoded = await self._llm.encode(request.text, add_special_tokens=add, with_tokens=True)
-        limits = self._llm.engines.view.limits
+        encoded = await llm.encode(request.text, add_special_tokens=add, with_tokens=True)
+        limits = llm.engines.view.limits
         return pb.TokenizeResponse(
             token_ids=encoded.ids, tokens=encoded.tokens, max_model_len=limits.max_model_len if limits else 0
         )
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """Return the text that token ids stand for."""
-        self._llm.inputs.check_model(request.model)
+        llm = self._models.of(request.model).llm
+        llm.inputs.check_model(request.model)
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
-        return pb.DetokenizeResponse(text=await self._llm.decode(request.token_ids, skip_special_tokens=skip))
+        return pb.DetokenizeResponse(text=await llm.decode(request.token_ids, skip_special_tokens=skip))
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
-        """Return the model and the LoRA adapters that this frontend serves."""
-        adapters = self._llm.adapters.adapters
-        aliases = (self._named(name) for name in adapters.aliases)
-        return pb.ListModelsResponse(
-            models=[self._describe(), *map(self._adapter, adapters.all()), *filter(None, aliases)]
-        )
+        """Return the models and the LoRA adapters that this frontend serves."""
+        return pb.ListModelsResponse(models=[each for model in self._models for each in self._all_of(model)])
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
         """Return the model or LoRA adapter with this name."""
         if not request.name:
-            raise NotFound(f"name is not set; known: {self._model.name}", field="name")
-        self._llm.inputs.check_model(request.name, field="name")
-        return pb.GetModelResponse(model=self._named(request.name) or self._describe())
+            raise NotFound(f"name is not set; known: {', '.join(self._models.names)}", field="name")
+        model = self._models.of(request.name, field="name")
+        model.llm.inputs.check_model(request.name, field="name")
+        return pb.GetModelResponse(model=self._named(model, request.name) or self._describe(model))
 
-    def _named(self, name: str) -> pb.Model | None:
+    def _all_of(self, model: ServedModel) -> Iterator[pb.Model]:
+        adapters = model.llm.adapters.adapters
+        yield self._describe(model)
+        yield from (self._adapter(model, named) for named in adapters.all())
+        yield from filter(None, (self._named(model, name) for name in adapters.aliases))
+
+    def _named(self, model: ServedModel, name: str) -> pb.Model | None:
         """Return the model or LoRA adapter with this name. Return None for an alias whose adapter does not exist."""
-        adapters = self._llm.adapters.adapters
+        adapters = model.llm.adapters.adapters
         adapter = adapters.get(name)
-        if adapter is None and adapters.aliases.get(name, name) != self._model.name:
+        if adapter is None and adapters.aliases.get(name, name) != model.name:
             return None
-        model = self._describe() if adapter is None else self._adapter(adapter)
-        model.name = name
-        return model
+        described = self._describe(model) if adapter is None else self._adapter(model, adapter)
+        described.name = name
+        return described
 
-    def _adapter(self, named: NamedAdapter) -> pb.Model:
+    def _adapter(self, model: ServedModel, named: NamedAdapter) -> pb.Model:
         """Return the message that describes a LoRA adapter as a model."""
-        model = self._describe()
-        model.name, model.root, model.revision, model.parent = named.name, named.adapter.path, "", model.name
-        return model
+        described = self._describe(model)
+        described.name, described.root, described.revision = named.name, named.adapter.path, ""
+        described.parent = model.name
+        return described
 
-    def _describe(self) -> pb.Model:
-        engines = self._llm.engines.view
+    def _describe(self, model: ServedModel) -> pb.Model:
+        llm, engines = model.llm, model.llm.engines.view
         limits = engines.limits
         return pb.Model(
-            name=self._model.name,
-            root=self._model.path,
-            revision=self._model.revision,
+            name=model.name,
+            root=model.config.path,
+            revision=model.config.revision,
             max_model_len=limits.max_model_len if limits else 0,
-            capabilities=[*engines.capabilities, *([] if self._speech is None else ["transcribe"])],
+            capabilities=[*engines.capabilities, *([] if model.speech is None else ["transcribe"])],
             num_engines=engines.num_engines,
-            vocab_size=self._llm.vocab_size,
-            media=[to_message(each, MediaLimits) for each in media_limits(self._llm, self._limits.now)],
+            vocab_size=llm.vocab_size,
+            media=[to_message(each, MediaLimits) for each in media_limits(llm, self._limits.now)],
         )
+
+
+async def _outputs(
+    llm: AsyncLLM,
+    request: R,
+    run: Callable[[R, LiveRequest], AsyncIterator[Out]],
+    context: Context,
+    warnings: CallWarnings,
+) -> AsyncIterator[tuple[Out, str]]:
+    """Yield the outputs of one request, each with the request id. Send the warnings before the first output."""
+    live = llm.accept(request.context.external_request_id, demand_of(request))
+    # A call may be cancelled at any await, for example while a slow client reads a message. Only the done callback
+    # runs in every case.
+    context.add_done_callback(lambda _: llm.release(live))  # type: ignore[arg-type]  # its stub is no Protocol
+    begun = False
+    async for output in run(request, live):
+        if not begun and warnings.headers:
+            await context.send_initial_metadata(tuple(warnings.headers.items()))
+        begun = True
+        yield output, live.request_id
 
 
 def _caller(context: Context) -> str:

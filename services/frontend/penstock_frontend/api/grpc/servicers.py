@@ -2,7 +2,8 @@
 limits.
 """
 
-from collections.abc import AsyncIterator, Callable
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any, TypeVar
 
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
@@ -46,13 +47,14 @@ def _refusing(method: MethodDescriptor) -> Callable[..., Any]:
     return refuse_stream if method.server_streaming else refuse
 
 
-async def ask_all(engines: EngineClient, method: str, *arguments: object) -> dict[str, Any]:
-    """Call a utility method on all engines. Return the results by engine id, in the order of the ids.
+async def ask_all(clients: Iterable[EngineClient], method: str, *arguments: object) -> dict[str, Any]:
+    """Call a utility method on all engines of ``clients``. Return the results by engine id, in the order of the ids.
 
     The function waits until all engines have answered. If an engine failed, it then raises the first error, with the
     name of the engine. Raises Unavailable if no engine is connected.
     """
-    results = await engines.call_utility(method, arguments)
+    answers = await asyncio.gather(*(client.call_utility(method, arguments) for client in clients))
+    results = {engine: result for answer in answers for engine, result in answer.items()}
     if not results:
         raise Unavailable("no engine is connected", retry_after=1.0)
     for engine, result in sorted(results.items()):

@@ -1,14 +1,17 @@
 """Web page at ``/`` with a playground and the state of the cluster. The page reads this state from ``/cluster``."""
 
 import importlib.resources
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from penstock_common.errors import NotFound, quoted
 from penstock_common.types.cluster import EngineStatus
+from penstock_frontend.api.openai import errors
 from penstock_frontend.interfaces import EngineView
 
 _HEADERS = {
@@ -43,6 +46,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         model: the model's name.
+        models: names of all models of this frontend. The query parameter ``model`` of ``/cluster`` chooses.
         capabilities: names of the capabilities of the engines.
         chat: whether the model has a chat template.
         tools: whether requests for conversations may have tools.
@@ -56,6 +60,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     model: str
+    models: list[str]
     capabilities: list[str]
     chat: bool
     tools: bool
@@ -68,61 +73,63 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
     missing_engines: list[str]
 
 
+class PageModel(NamedTuple):
+    """A model on the page. The fields without a comment are those of ``ClusterState``."""
+
+    name: str
+    engines: EngineView
+    chat: bool
+    tools: bool
+    media: Collection[str]
+    speech: bool
+    serving: Callable[[], bool]
+    coordinator: Callable[[], str]
+    missing: Callable[[], list[str]]
+    """Returns the ids of lost engines that have not returned."""
+
+
 class Page:
     """Handler of the web page, and of ``/cluster`` with the state that the page shows."""
 
-    def __init__(
-        self,
-        engines: EngineView,
-        *,
-        model: str,
-        chat: bool,
-        tools: bool,
-        media: Collection[str],
-        speech: bool,
-        serving: Callable[[], bool],
-        coordinator: Callable[[], str],
-        missing: Callable[[], list[str]],
-    ) -> None:
-        self._engines = engines
-        self._model = model
-        self._chat = chat
-        self._tools = tools
-        self._media = sorted(media)
-        self._speech = speech
-        self._serving = serving
-        self._coordinator = coordinator
-        self._missing = missing
+    def __init__(self, models: Sequence[PageModel]) -> None:
+        self._models = {model.name: model for model in models}
         self._html = importlib.resources.files("penstock_frontend").joinpath("page/index.html").read_bytes()
 
     def routes(self) -> list[Route]:
         """Return the routes of the page for the HTTP application."""
         return [Route("/", self._index), Route("/cluster", self._cluster)]
 
-    def state(self) -> ClusterState:
-        """Return the answer of ``/cluster``."""
-        limits = self._engines.limits
+    def state(self, name: str = "") -> ClusterState:
+        """Return the answer of ``/cluster`` for the model with this name, or for the first model. Raises NotFound."""
+        model = self._models.get(name or next(iter(self._models)))
+        if model is None:
+            raise NotFound(f"model is {quoted(name)}; known: {', '.join(self._models)}", field="model")
+        limits = model.engines.limits
         return ClusterState(
-            model=self._model,
-            capabilities=list(self._engines.capabilities),
-            chat=self._chat,
-            tools=self._tools,
-            media=self._media,
-            speech=self._speech,
-            serving=self._serving(),
+            model=model.name,
+            models=list(self._models),
+            capabilities=list(model.engines.capabilities),
+            chat=model.chat,
+            tools=model.tools,
+            media=sorted(model.media),
+            speech=model.speech,
+            serving=model.serving(),
             max_model_len=limits.max_model_len if limits else 0,
-            coordinator=self._coordinator(),
-            engines=[_engine_state(status) for status in self._engines.cluster()],
-            missing_engines=self._missing(),
+            coordinator=model.coordinator(),
+            engines=[_engine_state(status) for status in model.engines.cluster()],
+            missing_engines=model.missing(),
         )
 
     async def _index(self, _: Request) -> Response:
         return Response(self._html, media_type="text/html", headers=_HEADERS)
 
-    async def _cluster(self, _: Request) -> Response:
-        return Response(
-            msgspec.json.encode(self.state()), media_type="application/json", headers={"Cache-Control": "no-store"}
-        )
+    async def _cluster(self, request: Request) -> Response:
+        try:
+            status, answer = 200, msgspec.json.encode(self.state(request.query_params.get("model", "")))
+        except NotFound as e:
+            error = errors.answer(e, "")
+            status, answer = error.status, error.body
+        return Response(answer, status, {"Cache-Control": "no-store"}, "application/json")
 
 
 def _engine_state(status: EngineStatus) -> EngineState:

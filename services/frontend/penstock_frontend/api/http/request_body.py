@@ -7,14 +7,14 @@ import zlib
 from collections.abc import Callable, Iterator
 from itertools import accumulate
 from types import TracebackType
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import brotli  # type: ignore[import-untyped]
 from prometheus_client import CollectorRegistry
 from starlette.types import Receive
 
 from penstock_common.errors import InvalidArgument, ResourceExhausted
-from penstock_frontend.api.http.form_data import FormReader, as_json, converted, file_fields, values_of
+from penstock_frontend.api.http.form_data import FormReader, Part, as_json, converted, file_fields, values_of
 from penstock_frontend.api.openai.body_fields import decode
 from penstock_frontend.api.openai.errors import HttpError
 from penstock_frontend.api.openai.unknown_fields import FieldPolicy
@@ -365,6 +365,8 @@ class Body:
         self._refusal: ResourceExhausted | None = None
         self._wait: asyncio.Timeout | None = None
         self._closed = False
+        self._is_checked = False
+        self._form: list[Part] | None = None
 
     def __enter__(self) -> "Body":
         self._bodies.in_flight.enter()
@@ -383,6 +385,7 @@ class Body:
         self._closed = True
         self._bodies.end(self)
         self._parts.clear()
+        self._form = None
         self._bodies.in_flight.leave(self.size, served=self._read)
 
     async def read(self, receive: Receive, announced: int | None = None, encoding: str = "") -> None:
@@ -424,13 +427,27 @@ class Body:
         """Decode the body to a struct, and free the bytes of the body. Raises InvalidArgument, which names the faulty
         field.
         """
-        data = b"".join(self._parts).removeprefix(codecs.BOM_UTF8)
+        data = await self._checked_text()
         self._parts.clear()
-        config = self._bodies.config
-        await check_json_size(data, max_values=config.max_body_values, max_objects=config.max_body_objects)
         body = decode(data, kind)
         await self._bodies.policy.check(data, kind, self._client)
         return body
+
+    async def peek(self, kind: type[T]) -> T:
+        """Decode some fields of the body to a struct, and keep the body for ``decode``. Raises InvalidArgument, which
+        names the faulty field.
+        """
+        return decode(await self._checked_text(), kind)
+
+    async def _checked_text(self) -> bytes:
+        """Return the JSON text of the body. Raises InvalidArgument if the text has too many values."""
+        if not self._is_checked:
+            data = b"".join(self._parts).removeprefix(codecs.BOM_UTF8)
+            self._parts = [data]
+            config = self._bodies.config
+            await check_json_size(data, max_values=config.max_body_values, max_objects=config.max_body_objects)
+            self._is_checked = True
+        return self._parts[0]
 
     async def decode_form(self, kind: type[T]) -> T:
         """Decode the body to a struct, if the body has the type multipart/form-data, and free the bytes of the body.
@@ -442,17 +459,26 @@ class Body:
             InvalidArgument: the form or a field is not valid.
             HttpError: with status 415 if the body has another type.
         """
-        reader = FormReader(self._content_type, file_fields(kind))
-        parts, self._parts = self._parts, []
-        parts.reverse()
-        while parts:
-            for _ in range(min(len(parts), _PARTS_PER_TURN)):
-                reader.feed(parts.pop())
-            await asyncio.sleep(0)
-        values = values_of(reader.finish(), kind)
+        values = await self.peek_form(kind)
+        self._form = None
         body = converted(values, kind)
         await self._bodies.policy.check(as_json(values, kind), kind, self._client)
         return body
+
+    async def peek_form(self, kind: type) -> dict[str, Any]:
+        """Return the fields of the form by name, as ``values_of`` does, and keep the form for ``decode_form``. Raises the
+        errors of ``decode_form``.
+        """
+        if self._form is None:
+            reader = FormReader(self._content_type, file_fields(kind))
+            parts, self._parts = self._parts, []
+            parts.reverse()
+            while parts:
+                for _ in range(min(len(parts), _PARTS_PER_TURN)):
+                    reader.feed(parts.pop())
+                await asyncio.sleep(0)
+            self._form = reader.finish()
+        return values_of(self._form, kind)
 
     async def converted(self, convert: Callable[[], T]) -> T:
         """Return the result of ``convert`` for the decoded body. For a large body, ``convert`` runs in a thread,

@@ -1,6 +1,6 @@
 """Routes of the OpenAI API, and errors for paths that are not known."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -14,12 +14,22 @@ from penstock_common.errors import nearest
 from penstock_frontend.api.anthropic import errors as anthropic
 from penstock_frontend.api.anthropic.models import AnthropicModels
 from penstock_frontend.api.http.endpoint import REQUEST_ID, Endpoint, Gate, Handler, id_headers
+from penstock_frontend.api.http.model_switch import for_each_model
 from penstock_frontend.api.http.request_body import Bodies
 from penstock_frontend.api.openai import errors
-from penstock_frontend.api.openai.audio.transcriptions import Transcriptions, refuse_text
+from penstock_frontend.api.openai.audio.transcriptions import Transcriptions, form_names, refuse_text
 from penstock_frontend.api.openai.chat_completions import ChatCompletions
 from penstock_frontend.api.openai.completions import Completions
-from penstock_frontend.api.openai.models import LOAD, PATHS, UNLOAD, LoraAdapters, Models, version
+from penstock_frontend.api.openai.models import (
+    LOAD,
+    PATHS,
+    UNLOAD,
+    LoraAdapters,
+    Models,
+    names_to_load,
+    names_to_unload,
+    version,
+)
 from penstock_frontend.api.openai.pooling import tei
 from penstock_frontend.api.openai.pooling.cohere import CohereEmbed
 from penstock_frontend.api.openai.pooling.embeddings import Embeddings
@@ -28,79 +38,36 @@ from penstock_frontend.api.openai.pooling.scoring import Reranking, Scores
 from penstock_frontend.api.openai.responses.create_response import ResponseCreation
 from penstock_frontend.api.openai.responses.response_store import ResponseStore, StoredResponses
 from penstock_frontend.api.openai.tokenization import Tokenization
-from penstock_frontend.calls.chat import ChatCalls
-from penstock_frontend.calls.generate import AsyncLLM
-from penstock_frontend.calls.scoring import ScoringCalls
-from penstock_frontend.config import FrontendConfig, LimitsConfig
-from penstock_frontend.speech.types import Speech
+from penstock_frontend.calls.served_models import ServedModel, ServedModels
+from penstock_frontend.config import HttpConfig, LimitsConfig
 
 _RESPONSE = "/v1/responses/{response_id}"
-_GENERATING = ("/v1/responses", "/v1/completions", "/v1/chat/completions")
-"""Routes that generate text."""
 
 
 def routes(
-    llm: AsyncLLM,
-    chat: ChatCalls,
-    config: FrontendConfig,
-    limits: Reread[LimitsConfig],
-    labels: Sequence[str],
-    scoring: ScoringCalls,
-    speech: Speech | None,
-    *,
-    gate: Gate,
-    bodies: Bodies,
+    models: ServedModels, config: HttpConfig, limits: Reread[LimitsConfig], *, gate: Gate, bodies: Bodies
 ) -> Sequence[Route]:
-    """Return all routes of the OpenAI API.
-
-    ``labels`` are the names of the model's classes, in the order of the class indices. ``speech`` is None if the model
-    does not transcribe. All calls of the listener share
-    ``gate`` and ``bodies``.
-    """
-    models, tokenization = Models(llm, config.model), Tokenization(llm, chat)
-    scores, reranking = Scores(llm, scoring), Reranking(llm, scoring)
-    store = ResponseStore(config.http.responses)
+    """Return all routes of the OpenAI API. All calls of the listener share ``gate`` and ``bodies``."""
+    listed, store = Models(models), ResponseStore(config.responses)
     stored = StoredResponses(store)
-    audio = Transcriptions(llm, speech)
-    posts: dict[str, Handler] = {
-        "/v1/responses": ResponseCreation(llm, chat, store),
-        f"{_RESPONSE}/cancel": stored.cancel,
-        "/v1/completions": Completions(llm, limits=limits),
-        "/v1/chat/completions": ChatCompletions(llm, chat),
-        "/v1/embeddings": Embeddings(llm, chat),
-        "/v1/audio/transcriptions": audio.transcribe,
-        "/v1/audio/translations": audio.translate,
-        "/v1/score": scores,
-        "/score": scores,
-        "/v1/rerank": reranking,
-        "/v2/rerank": reranking,
-        "/rerank": reranking,
-        "/classify": Classifications(llm, labels=labels),
-        "/pooling": Pooling(llm),
-        "/v2/embed": CohereEmbed(llm),
-        "/embed": tei.Embed(llm),
-        "/embed_all": tei.EmbedAll(llm),
-        "/predict": tei.Predict(llm, labels=labels),
-        "/similarity": tei.Similarity(llm, scoring),
-        "/tokenize": tokenization.tokenize,
-        "/detokenize": tokenization.detokenize,
-    }
-    if speech is not None:
-        posts |= dict.fromkeys(_GENERATING, refuse_text)
-    if config.lora.http_loading:
-        loading = LoraAdapters(llm.adapters)
-        posts |= {LOAD: loading.load, UNLOAD: loading.unload}
+    posts: dict[str, Handler] = {f"{_RESPONSE}/cancel": stored.cancel}
+    posts |= {path: for_each_model(models, make) for path, make in _makers(limits, store).items()}
+    posts["/v1/audio/transcriptions"] = for_each_model(models, lambda model: _audio(model).transcribe, form_names)
+    posts["/v1/audio/translations"] = for_each_model(models, lambda model: _audio(model).translate, form_names)
+    if any(model.lora.http_loading for model in models):
+        posts[LOAD] = for_each_model(models, lambda model: LoraAdapters(model).load, names_to_load)
+        posts[UNLOAD] = for_each_model(models, lambda model: LoraAdapters(model).unload, names_to_unload)
     gets: dict[str, Handler] = {
         "/version": version,
         _RESPONSE: stored.get,
         f"{_RESPONSE}/input_items": stored.items,
     }
-    theirs = AnthropicModels(llm, models)
+    theirs = AnthropicModels(listed)
     both = {
         path: (Endpoint(gate, bodies, ours), Endpoint(gate, bodies, of_anthropic, anthropic.answer))
         for path, ours, of_anthropic in (
-            ("/v1/models", models.list, theirs.list),
-            ("/v1/models/{name:path}", models.get, theirs.get),
+            ("/v1/models", listed.list, theirs.list),
+            ("/v1/models/{name:path}", listed.get, theirs.get),
         )
     }
     return [
@@ -109,6 +76,44 @@ def routes(
         *(Route(path, _ByProtocol(*endpoints), methods=["GET"]) for path, endpoints in both.items()),
         Route(_RESPONSE, Endpoint(gate, bodies, stored.delete), methods=["DELETE"]),
     ]
+
+
+def _makers(limits: Reread[LimitsConfig], store: ResponseStore) -> Mapping[str, Callable[[ServedModel], Handler]]:
+    """Return the paths of calls whose body names a model, each with a function that creates the handler of a model."""
+
+    def scores(model: ServedModel) -> Handler:
+        return Scores(model.llm, model.scoring)
+
+    def reranking(model: ServedModel) -> Handler:
+        return Reranking(model.llm, model.scoring)
+
+    def generating(make: Callable[[ServedModel], Handler]) -> Callable[[ServedModel], Handler]:
+        return lambda model: make(model) if model.speech is None else refuse_text
+
+    return {
+        "/v1/responses": generating(lambda model: ResponseCreation(model.llm, model.chat, store)),
+        "/v1/completions": generating(lambda model: Completions(model.llm, limits=limits)),
+        "/v1/chat/completions": generating(lambda model: ChatCompletions(model.llm, model.chat)),
+        "/v1/embeddings": lambda model: Embeddings(model.llm, model.chat),
+        "/v1/score": scores,
+        "/score": scores,
+        "/v1/rerank": reranking,
+        "/v2/rerank": reranking,
+        "/rerank": reranking,
+        "/classify": lambda model: Classifications(model.llm, labels=model.labels),
+        "/pooling": lambda model: Pooling(model.llm),
+        "/v2/embed": lambda model: CohereEmbed(model.llm),
+        "/embed": lambda model: tei.Embed(model.llm),
+        "/embed_all": lambda model: tei.EmbedAll(model.llm),
+        "/predict": lambda model: tei.Predict(model.llm, labels=model.labels),
+        "/similarity": lambda model: tei.Similarity(model.llm, model.scoring),
+        "/tokenize": lambda model: Tokenization(model.llm, model.chat).tokenize,
+        "/detokenize": lambda model: Tokenization(model.llm, model.chat).detokenize,
+    }
+
+
+def _audio(model: ServedModel) -> Transcriptions:
+    return Transcriptions(model.llm, model.speech)
 
 
 class _ByProtocol:

@@ -210,7 +210,7 @@ class VllmEngineServicer:
         """Return the properties of this frontend and of its engines. docs/guides/gateways.md explains each field, and
         why some fields are not set.
         """
-        infos = list((await ask_all(self._llm.engines, "engine_info")).values())
+        infos = list((await ask_all([self._llm.engines], "engine_info")).values())
         dtypes = {info.get("dtype", "") for info in infos}
         dtype = dtypes.pop() if len(dtypes) == 1 else ""
         media = media_limits(self._llm, self._limits.now)
@@ -333,7 +333,7 @@ class VllmEngineServicer:
             )
         give_up = time.monotonic() + request.timeout_s
         while True:
-            results = await ask_all(self._llm.engines, "reset_prefix_cache", False)
+            results = await ask_all([self._llm.engines], "reset_prefix_cache", False)
             refused = [engine for engine, done in results.items() if done is not True]
             if not refused:
                 return common_pb2.FlushCacheResponse(success=True, message="the prefix caches are empty")
@@ -349,10 +349,10 @@ class VllmEngineServicer:
     ) -> common_pb2.ProfileResponse:
         """Start the profilers of the engines. The options of the profilers come from the configuration."""
         refuse_set(request, _PROFILE_OPTIONS)
-        await ask_all(self._llm.engines, "start_profile")
+        await ask_all([self._llm.engines], "start_profile")
         return common_pb2.ProfileResponse(success=True, message="profiling")
 
     async def StopProfile(self, request: common_pb2.StopProfileRequest, context: Context) -> common_pb2.ProfileResponse:
         """Stop the profilers of the engines. The returned message has the paths of the traces on the engines' machines."""
-        paths = (await ask_all(self._llm.engines, "stop_profile")).values()
+        paths = (await ask_all([self._llm.engines], "stop_profile")).values()
         return common_pb2.ProfileResponse(success=True, message=", ".join(path for each in paths for path in each))

@@ -4,6 +4,7 @@ from typing import Literal
 
 from penstock_common.errors import WRONG_MODEL_KIND, InvalidArgument, Unimplemented, quoted
 from penstock_frontend.api.http.endpoint import Answer, Call, PlainText
+from penstock_frontend.api.http.model_switch import RequestedNames
 from penstock_frontend.api.http.request_body import Body
 from penstock_frontend.api.http.streaming import EventStream
 from penstock_frontend.api.openai.audio import answers
@@ -11,6 +12,7 @@ from penstock_frontend.api.openai.body_fields import check_range
 from penstock_frontend.api.openai.context import ContextFields, context_of
 from penstock_frontend.calls.generate import AsyncLLM
 from penstock_frontend.speech import formats
+from penstock_frontend.speech.calls import required
 from penstock_frontend.speech.types import TEMPERATURES, Speech, SpeechTask, Transcript, TranscriptionRequest
 
 AudioFormat = Literal["json", "text", "srt", "verbose_json", "vtt"]
@@ -85,12 +87,7 @@ class Transcriptions:
             )
         context = context_of(call, "transcription", body)
         model = self._llm.inputs.check_model(context.model, context.lora)
-        if (speech := self._speech) is None:
-            raise InvalidArgument(
-                f"the model {quoted(model)} does not transcribe speech; serve a Whisper model, with media.enabled true",
-                field="model",
-                reason=WRONG_MODEL_KIND,
-            )
+        speech = required(self._speech, model)
         request = TranscriptionRequest(
             audio=body.file,
             task=task,
@@ -120,6 +117,13 @@ def _written(transcript: Transcript, form: AudioFormat, *, segments: bool, words
             return PlainText(formats.subrip(transcript.segments))
         case "vtt":
             return PlainText(formats.webvtt(transcript.segments))
+
+
+async def form_names(given: Body) -> RequestedNames:
+    """Read the names from the fields ``model`` and ``lora`` of a form. Raises InvalidArgument."""
+    values = await given.peek_form(TranscriptionBody)
+    model, lora = (value if isinstance(value := values.get(name), str) else "" for name in ("model", "lora"))
+    return RequestedNames(model, lora)
 
 
 async def refuse_text(call: Call, given: Body) -> Answer:
