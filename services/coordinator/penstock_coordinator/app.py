@@ -110,7 +110,7 @@ class Coordinator:
             view, frontends = self._cluster.view(), self._cluster.frontends
             self._metrics.update(view, frontends)
             if self._cluster.known:
-                self._signals.take(view, frontends.num_held_requests, self._clock())
+                self._signals.take(view, frontends.held_for, self._clock())
             await wait_at_most(self._cluster.look, self._cluster.sleep)
             if self._cluster.look.is_set():
                 await asyncio.sleep(self._cluster.sleep)

@@ -1,7 +1,7 @@
 """Autoscaling signals of each pool: its load, whether it is in use, and the number of engines that it needs."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import msgspec
 
@@ -24,7 +24,8 @@ class PoolLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_reqs: int = 0
     """Number of requests that run or wait on the engines."""
     num_held_reqs: int = 0
-    """Number of requests that frontends hold. Any pool may serve these requests, so each pool counts all held requests.
+    """Number of requests that frontends hold and that the pool may serve. If several pools may serve a request, each of
+    them counts it.
     """
     slots: float = 0.0
     """Average number of requests that an engine can run at once, or 0 if no engine reports this number."""
@@ -35,15 +36,20 @@ class PoolLoad(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_reqs > 0 or self.num_held_reqs > 0
 
 
-def pool_loads(view: ClusterView, num_held_reqs: int, names: Iterable[str]) -> dict[str, PoolLoad]:
-    """Return the load of every pool in ``names``, and of every other pool with an engine.
+Held = Callable[[str, Collection[str]], int]
+"""Function that returns the number of held requests which a pool may serve, for the pool's name and the models of its
+engines.
+"""
 
-    ``num_held_reqs`` is the number of requests that all frontends together hold.
-    """
+
+def pool_loads(view: ClusterView, held: Held, names: Iterable[str]) -> dict[str, PoolLoad]:
+    """Return the load of every pool in ``names``, and of every other pool with an engine."""
     engines: dict[str, list[EngineStatus]] = {name: [] for name in names}
     for engine in view.engines:
         engines.setdefault(engine.pool, []).append(engine)
-    return {name: _pool_load(members, num_held_reqs) for name, members in engines.items()}
+    return {
+        name: _pool_load(members, held(name, {engine.model for engine in members})) for name, members in engines.items()
+    }
 
 
 def _pool_load(engines: list[EngineStatus], num_held_reqs: int) -> PoolLoad:
@@ -168,13 +174,10 @@ class ScalingSignals:
         """Whether ``take`` has been called with the engines of the cluster, so that the signals are not empty."""
         return self._known
 
-    def take(self, view: ClusterView, num_held_reqs: int, now: float) -> None:
-        """Update the signals with the current cluster.
-
-        ``num_held_reqs`` is the number of requests that all frontends together hold.
-        """
+    def take(self, view: ClusterView, held: Held, now: float) -> None:
+        """Update the signals with the current cluster."""
         # Keep pools that existed before and have no engines now, because they may be scaled to zero.
-        self._pools = pool_loads(view, num_held_reqs, (*self._config.pools, *self._pools))
+        self._pools = pool_loads(view, held, (*self._config.pools, *self._pools))
         changed = self._activity.take(self._pools, now)
         if changed or not self._known:
             self._known = True

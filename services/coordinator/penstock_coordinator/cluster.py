@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 
@@ -26,6 +26,8 @@ class Frontend(msgspec.Struct):
 
     session: int
     """Number of the frontend's latest stream."""
+    serves: Subscription = Subscription()
+    """Selection of the engines that may serve the frontend's requests."""
     num_held_requests: int = 0
     """Number of requests that the frontend holds because no engine is ready."""
 
@@ -47,9 +49,17 @@ class Frontends:
         """Number of requests that all frontends together hold because no engine is ready."""
         return sum(frontend.num_held_requests for frontend in self._frontends.values())
 
-    def connect(self, session: int, frontend_id: str) -> None:
-        """Record a frontend that has sent ``hello`` on a new stream."""
-        self._frontends[frontend_id] = Frontend(session)
+    def held_for(self, pool: str, models: Collection[str]) -> int:
+        """Return the number of requests that frontends hold and that the engines of a pool may serve.
+
+        ``models`` are the models of the pool's engines. Empty means that the pool has no engines, so its models are not
+        known. A frontend with several models has a stream for each model, with that model's pools.
+        """
+        return sum(each.num_held_requests for each in self._frontends.values() if each.serves.may_use(pool, models))
+
+    def connect(self, session: int, frontend_id: str, serves: Subscription = Subscription()) -> None:  # noqa: B008 - it is immutable
+        """Record a frontend that has sent ``hello`` on a new stream, with its selection of engines."""
+        self._frontends[frontend_id] = Frontend(session, serves)
 
     def demand(self, session: int, frontend_id: str, num_held_requests: int) -> None:
         """Record how many requests a frontend holds."""

@@ -6,7 +6,7 @@ The module also decides when views are sent.
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
@@ -147,6 +147,12 @@ class Subscription(msgspec.Struct, frozen=True):
         engines = tuple(engine for engine in view.engines if self.wants(engine))
         groups = tuple(group for group in view.groups if self._has(group.model, group.pool))
         return msgspec.structs.replace(view, engines=engines, groups=groups)
+
+    def may_use(self, pool: str, models: Collection[str]) -> bool:
+        """Return whether the selection may include engines of a pool. ``models`` are the models of the pool's engines,
+        or empty if they are not known.
+        """
+        return (not self.pools or pool in self.pools) and (not self.model or not models or self.model in models)
 
     def _has(self, model: str, pool: str) -> bool:
         return self.model in ("", model) and (not self.pools or pool in self.pools)

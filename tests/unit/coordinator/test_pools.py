@@ -9,7 +9,7 @@ def engine(name, pool="default", **changes):
 
 
 def loads(*engines, held=0, names=("default",)):
-    return pool_loads(ClusterView(engines=engines), held, names)
+    return pool_loads(ClusterView(engines=engines), lambda *_: held, names)
 
 
 def test_a_pool_is_the_sum_of_its_engines():

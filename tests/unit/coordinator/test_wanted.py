@@ -45,6 +45,6 @@ def test_what_is_wanted_does_not_depend_on_how_many_engines_are_up(requests, idl
 
     def wanted(*running):
         view = ClusterView(engines=tuple(engine(*entry) for entry in enumerate(running)))
-        return wanted_replicas(pool_loads(view, 0, ())["default"], TARGETS)
+        return wanted_replicas(pool_loads(view, lambda *_: 0, ())["default"], TARGETS)
 
     assert wanted(*requests) == wanted(*requests, *[0] * idle) == wanted(sum(requests))

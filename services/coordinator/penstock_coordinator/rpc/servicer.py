@@ -142,7 +142,7 @@ class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
         hello = convert.hello(await self._unless_stopped(first_message(reports, "hello")))
         subscription, deltas = convert.subscription(hello)
         session = self._cluster.new_session()
-        self._cluster.frontends.connect(session, hello.frontend_id)
+        self._cluster.frontends.connect(session, hello.frontend_id, subscription)
         get_logger().info("frontend connected", frontend=hello.frontend_id)
         reader = self._cluster.subscribe(subscription, deltas=deltas)
         link = self._cluster.adapters.connect(subscription.model, reader.wake) if hello.views.loras else None
