@@ -20,7 +20,7 @@ from penstock_local.batch.options import BatchOptions
 from penstock_local.bench.options import BenchOptions
 from penstock_local.console import fail
 from penstock_local.flags import Parser
-from penstock_local.serving.serve_options import MAX_LORAS, ServeOptions
+from penstock_local.serving.serve_options import MAX_LORAS, MODELS_FLAG, ServeOptions
 from penstock_local.transcribe_flags import add_transcribe
 
 
@@ -323,7 +323,16 @@ def _add_serve(commands: Any) -> None:
     adapters = parser.add_argument_group("LoRA adapters")
     media = parser.add_argument_group("images, audio and videos")
     network = parser.add_argument_group("network")
-    flags.add_positional(parser, ServeOptions, "model")
+    flags.add_positional(parser, ServeOptions, "model", repeated=True)
+    model.add_argument(
+        MODELS_FLAG,
+        dest="models_file",
+        metavar="FILE",
+        help=(
+            "YAML file with the models to serve, instead of MODEL: a list of mappings with the key model, and with the "
+            "flags of this group, of engines, speculation and adapters as further keys."
+        ),
+    )
     flags.add_options(model, ServeOptions, served_model_name="NAME", chat_template="FILE")
     flags.add_options(model, ServeOptions, dtype="", quantization="", max_model_len="N")
     flags.add_options(engines, ServeOptions, engines="N", data_parallel_size="N")
@@ -509,18 +518,10 @@ def _add_demo(commands: Any) -> None:
 
 
 def _run_serve(arguments: argparse.Namespace) -> int:
-    from penstock_local.commands.lora import parse_adapters, parse_directory
+    from penstock_local.serving.models_file import options_of_models
     from penstock_local.serving.serve import serve
-    from penstock_local.settings import parse_settings
 
-    options = flags.options_of(
-        ServeOptions,
-        arguments,
-        lora=parse_adapters(arguments.lora or ()),
-        lora_directory=parse_directory(arguments.lora_directory or ""),
-        settings=parse_settings(arguments.settings or ()),
-    )
-    return asyncio.run(serve(options))
+    return asyncio.run(serve(options_of_models(arguments)))
 
 
 def _run_generate(arguments: argparse.Namespace) -> int:

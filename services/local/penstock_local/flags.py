@@ -18,9 +18,14 @@ DEFAULT_ADDRESS = "localhost:50051"
 DEFAULT_ADMIN_ADDRESS = "localhost:50053"
 
 
-def add_positional(parser: argparse.ArgumentParser, options: type[msgspec.Struct], name: str) -> None:
-    """Add the positional argument for the field ``name`` of ``options``, with the field's description as help."""
-    parser.add_argument(name, metavar=name.upper(), help=_setting(options, name).kind.description.replace("%", "%%"))
+def add_positional(
+    parser: argparse.ArgumentParser, options: type[msgspec.Struct], name: str, *, repeated: bool = False
+) -> None:
+    """Add the positional argument for the field ``name`` of ``options``, with the field's description as help. If
+    ``repeated`` is true, the argument may be given any number of times.
+    """
+    text = _setting(options, name).kind.description.replace("%", "%%")
+    parser.add_argument(name, metavar=name.upper(), nargs="*" if repeated else None, help=text)
 
 
 def add_options(group: argparse._ActionsContainer, options: type[msgspec.Struct], **metavars: str) -> None:

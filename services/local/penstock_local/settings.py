@@ -23,6 +23,7 @@ _OWN = (
     "http.reuse_port",
     "engine_id",
     "engines",
+    "models",
 )
 """Keys and key prefixes that the command sets itself, so that its processes can connect to each other."""
 _OWN_OF_MODEL = ("model.path", "model.served_model_name", "frontend_id")

@@ -1,7 +1,7 @@
 """Implementation of ``penstock demo``: two engines and a frontend on this machine, shown through the public gRPC API."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import msgspec
@@ -93,8 +93,9 @@ async def demo(model: str) -> int:
 
     finished = False
 
-    async def work(client: AsyncClient, served: Model, log: JoinedLog) -> None:
+    async def work(client: AsyncClient, models: Sequence[Model], log: JoinedLog) -> None:
         nonlocal finished
+        (served,) = models
         log.muted = True  # show only answers; if a service fails, its last log lines are shown anyway
         try:
             async with AdminClient(f"{LOOPBACK}:{admin_port}") as admin:

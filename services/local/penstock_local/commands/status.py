@@ -22,7 +22,7 @@ from penstock_common.types.cluster import EngineState, EngineStatus
 from penstock_common.types.data_parallel import engine_of
 from penstock_common.types.kv_transfer import EngineRole
 from penstock_local.console import fail
-from penstock_local.rpc.admin import AdminClient, Cluster, LostEngine
+from penstock_local.rpc.admin import AdminClient, Cluster, LostEngine, Variant
 from penstock_local.rpc.client import of_operators_api, one_line
 from penstock_local.rpc.connect import SERVICE, serving
 
@@ -433,14 +433,24 @@ def _groups(snapshot: Snapshot) -> list[Text]:
 
 
 def _variants(snapshot: Snapshot) -> list[Text]:
-    """Return a line per variant if there are several. Variants serve the same model but may compute different tokens."""
-    variants = snapshot.cluster.variants
-    if len(variants) < 2:
-        return []
-    lines = [Text(f"{len(variants)} variants of the model, whose outputs can differ:", style="yellow")]
-    for variant in variants:
-        differs = ", ".join(f"{key}={value or 'not there'}" for key, value in sorted(variant.differs.items()))
-        lines.append(Text(f"  {', '.join(variant.engine_ids)}: {differs or 'does not say'}", style="yellow"))
+    """Return a line per variant for each model with several. Variants serve the same model but may compute different
+    tokens.
+    """
+    engines = snapshot.cluster.engines
+    several = len({engine.model for engine in engines}) > 1
+    model_of = {engine.engine_id: engine.model for engine in engines if several}
+    by_model: dict[str, list[Variant]] = {}
+    for variant in snapshot.cluster.variants:
+        by_model.setdefault(model_of.get(variant.engine_ids[0], ""), []).append(variant)
+    lines = []
+    for model, variants in by_model.items():
+        if len(variants) < 2:
+            continue
+        named = f" {model}" if model else ""
+        lines.append(Text(f"{len(variants)} variants of the model{named}, whose outputs can differ:", style="yellow"))
+        for variant in variants:
+            differs = ", ".join(f"{key}={value or 'not there'}" for key, value in sorted(variant.differs.items()))
+            lines.append(Text(f"  {', '.join(variant.engine_ids)}: {differs or 'does not say'}", style="yellow"))
     return lines
 
 

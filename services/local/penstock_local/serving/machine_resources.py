@@ -55,6 +55,30 @@ def assign(engines: int, workers: int, device: str, gpus: Sequence[str]) -> list
     return [{VISIBLE: ",".join(gpus[i * workers : (i + 1) * workers])} for i in range(engines)]
 
 
+def assign_all(needs: Sequence[tuple[int, int, str]], gpus: Sequence[str]) -> list[dict[str, str]]:
+    """Return the extra environment of each engine of several models, model by model.
+
+    ``needs`` has the number of engines, the workers per engine and the device of each model. Raises ConfigError if
+    there are more workers than GPUs.
+    """
+    if len(needs) == 1:
+        return assign(*needs[0], gpus)
+    left, found = list(gpus), []
+    for engines, workers, device in needs:
+        if device == "cpu" or (device == "auto" and not gpus):
+            found += [{} for _ in range(engines)]
+            continue
+        if engines * workers > len(left):
+            needed = sum(engines * workers for engines, workers, device in needs if device != "cpu")
+            raise ConfigError(
+                f"the engines of the models need {needed} GPUs, one for each worker, and this machine shows {len(gpus)}; "
+                f"set {VISIBLE}, or device: cpu for some of the models"
+            )
+        found += [{VISIBLE: ",".join(left[i * workers : (i + 1) * workers])} for i in range(engines)]
+        del left[: engines * workers]
+    return found
+
+
 def check_cache_memory(
     key: str, size: int | str | None, *, device: str, gpus: Sequence[str], memory: Memory | None, count: int = 1
 ) -> None:

@@ -1,7 +1,7 @@
 """Plan of ``penstock serve``: turns its options into processes and their configuration, without starting anything."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from penstock_common.memory import Memory
 from penstock_local.rpc.connect import API_KEY, PUBLIC
 from penstock_local.serving import speculation
 from penstock_local.serving.hub_check import check_hub
-from penstock_local.serving.machine_resources import LOOPBACK, assign, check_cache_memory, check_free, check_host
+from penstock_local.serving.machine_resources import LOOPBACK, assign_all, check_cache_memory, check_free, check_host
 from penstock_local.serving.serve_options import MAX_LORAS, ServeOptions, given
 from penstock_local.serving.supervisor import ProcessSpec
 from penstock_local.settings import apply_settings, check_config, check_parsers
@@ -49,6 +49,15 @@ def check(
         _check_own_client(with_settings(options, "frontend", {}), environ)
     check_host(options.host)
     check_parsers(options.settings.get("frontend", {}))
+    for each in options.models:
+        _check_one(each, gpus=gpus, memory=memory)
+    public = (options.grpc_port, options.http_port)
+    for flag, port in options.all_ports:
+        check_free(options.host if port in public else LOOPBACK, port, flag=flag)
+
+
+def _check_one(options: ServeOptions, *, gpus: Sequence[str], memory: Memory | None) -> None:
+    """Check the options of one model."""
     settings = with_settings(options, "engine", {"speculative": options.speculation()})
     speculation.check_section(settings["speculative"])
     speculation.check_drafting_model(settings["speculative"])
@@ -81,16 +90,13 @@ def check(
         check_chat_template(template, setting="--chat-template")
     if not Path(options.model).expanduser().is_dir():
         check_hub(options.model, str(model.get("revision") or ""))
-    public = (options.grpc_port, options.http_port)
-    for flag, port in options.all_ports:
-        check_free(options.host if port in public else LOOPBACK, port, flag=flag)
 
 
 def check_configs(specs: Sequence[ProcessSpec]) -> None:
     """Check the configuration of the services before any of them starts. Raises ConfigError if a setting is not valid."""
     kinds = {"penstock_coordinator": "coordinator", "penstock_enginecore": "engine", "penstock_frontend": "frontend"}
-    # All services of one kind have the same settings, so check one service per kind.
-    for spec in {spec.module: spec for spec in specs}.values():
+    # All services of one kind and model have the same settings, so check one service per kind and model.
+    for spec in {(spec.module, str(spec.config.get("model"))): spec for spec in specs}.values():
         check_config(kinds[spec.module], spec.config)
 
 
@@ -188,10 +194,10 @@ def plan(
         ConfigError: There are more engines than GPUs to run them on.
     """
     coordinator_port, *others = internal_ports
-    engine_ports, health_ports = others[: options.num_engines], others[options.num_engines :]
+    engine_ports, health_ports = others[: options.total_engines], others[options.total_engines :]
     coordinator_address = f"{LOOPBACK}:{coordinator_port}"
-    devices = assign(options.num_engines, options.workers_per_engine, options.device, gpus)
-    threads = options.threads_per_engine or max(1, cores // options.num_engines)
+    needs = [(each.num_engines, each.workers_per_engine, each.device) for each in options.models]
+    devices = assign_all(needs, gpus)
     coordinator = ProcessSpec(
         name="coordinator",
         module="penstock_coordinator",
@@ -209,10 +215,32 @@ def plan(
         stop_timeout=_STOP_MARGIN,
     )
     engines = [
-        engine_spec(options, i, port, coordinator_address, threads=threads, own_env=devices[i], secret_file=secret_file)
-        for i, port in enumerate(engine_ports)
+        engine_spec(
+            each,
+            number,
+            port,
+            coordinator_address,
+            threads=threads_per_engine(options, each, cores),
+            own_env=own_env,
+            secret_file=secret_file,
+            place=place,
+        )
+        for (each, place), number, port, own_env in zip(
+            _places(options), range(options.total_engines), engine_ports, devices, strict=True
+        )
     ]
     return [coordinator, *engines, *_frontends(options, coordinator_address, health_ports)]
+
+
+def threads_per_engine(options: ServeOptions, model: ServeOptions, cores: int) -> int:
+    """Return the number of CPU threads of each engine of ``model``. By default, all engines divide the cores evenly."""
+    return model.threads_per_engine or max(1, cores // options.total_engines)
+
+
+def _places(options: ServeOptions) -> Iterator[tuple[ServeOptions, int]]:
+    """Yield the model of each engine, and the engine's place among the model's engines."""
+    for each in options.models:
+        yield from ((each, place) for place in range(each.num_engines))
 
 
 def engine_spec(
@@ -224,11 +252,12 @@ def engine_spec(
     threads: int,
     own_env: dict[str, str] | None = None,
     secret_file: str = "",
+    place: int | None = None,
 ) -> ProcessSpec:
     """Return the process of the engine with this number.
 
     Args:
-        options: Flags of the command.
+        options: Flags of the command, for the engine's model.
         number: Number of the engine, from 0.
         port: Port of its gRPC server.
         coordinator_address: Address of the coordinator, as host:port.
@@ -236,8 +265,10 @@ def engine_spec(
         own_env: Environment variables that override the user's.
         secret_file: File with the secret that engines share; empty if the engines need no secret, or if a setting names
             the file.
+        place: Place of the engine among the engines of its model. None if it equals ``number``.
     """
     config = _engine_config(options, number, port, coordinator_address, threads)
+    config["role"] = options.role(number if place is None else place)
     if secret_file:
         config["parallel"] = {"secret_file": secret_file}
     return ProcessSpec(
@@ -254,6 +285,10 @@ def engine_spec(
 
 def needs_secret(options: ServeOptions) -> bool:
     """Return whether engines listen for each other or for their nodes, while no setting names a secret for that."""
+    return any(_needs_secret(each) for each in options.models)
+
+
+def _needs_secret(options: ServeOptions) -> bool:
     config = with_settings(options, "engine", _engine_config(options, 0, 0, "", 1))
     in_group = config.get("data_parallel", {}).get("size", 1) > 1
     on_nodes = config["executor"].get("nodes", {}).get("size", 1) > 1
@@ -267,7 +302,7 @@ def num_internal_ports(options: ServeOptions) -> int:
     A single frontend needs no health port, because its health is checked on the public port. If several frontends share
     the public port, each needs a health port.
     """
-    return 1 + options.num_engines + (options.frontends if options.frontends > 1 else 0)
+    return 1 + options.total_engines + (options.frontends if options.frontends > 1 else 0)
 
 
 def _frontends(options: ServeOptions, coordinator_address: str, health_ports: Sequence[int]) -> list[ProcessSpec]:
@@ -300,12 +335,9 @@ def _frontend(name: str, config: dict[str, Any], address: str, *, plain_health: 
 
 
 def _frontend_config(options: ServeOptions, coordinator_address: str, admin_port: int) -> dict[str, Any]:
-    roots = (
-        [options.lora_directory] if options.lora_directory else []
-    )  # clients may load more adapters from the directory
     return {
-        # Only frontends get the aliases and the chat template. Engines know the model by its first name.
-        "model": _model_config(options) | given(aliases=options.aliases, chat_template=_chat_template(options)),
+        **_served_config(options),
+        **given(models=[with_settings(each, "frontend", _served_config(each)) for each in options.further]),
         "coordinator": {"address": coordinator_address},
         # No maximum age of connections: all frontends stop together, so clients cannot move to another frontend.
         "server": {"host": options.host, "port": options.grpc_port, "max_connection_age": 0},
@@ -313,8 +345,18 @@ def _frontend_config(options: ServeOptions, coordinator_address: str, admin_port
         "http": {"host": options.host, "port": options.http_port, "max_connection_age": 0},
         "drain_timeout": DRAIN_SECONDS,
         "log": {"level": options.log_level},
-        **given(lora=given(adapters=dict(options.lora), directory=options.lora_directory, roots=roots)),
         **options.media_sections(),
+    }
+
+
+def _served_config(options: ServeOptions) -> dict[str, Any]:
+    """Return the frontend's settings of one model."""
+    # clients may load more adapters from the directory
+    roots = [options.lora_directory] if options.lora_directory else []
+    return {
+        # Only frontends get the aliases and the chat template. Engines know the model by its first name.
+        "model": _model_config(options) | given(aliases=options.aliases, chat_template=_chat_template(options)),
+        **given(lora=given(adapters=dict(options.lora), directory=options.lora_directory, roots=roots)),
     }
 
 
@@ -343,7 +385,6 @@ def _engine_config(
 ) -> dict[str, Any]:
     return {
         "engine_id": _engine_name(number),
-        "role": options.role(number),
         "model": {
             **_model_config(options),
             "dtype": options.dtype,

@@ -1,4 +1,4 @@
-"""Implementation of ``penstock serve``: starts the coordinator, engines and frontends of one model on this machine."""
+"""Implementation of ``penstock serve``: starts the coordinator, engines and frontends on this machine."""
 
 import asyncio
 import os
@@ -29,6 +29,7 @@ from penstock_local.serving.plan import (
     needs_secret,
     num_internal_ports,
     plan,
+    threads_per_engine,
 )
 from penstock_local.serving.serve_options import ServeOptions
 from penstock_local.serving.supervisor import GroupRanks, ProcessSpec, StopRequest, Supervisor, first_of, run
@@ -56,7 +57,7 @@ _POLL_SECONDS = 0.02
 _MOST_NAMES = 8
 """Maximum number of adapters that the ready message names."""
 
-Work = Callable[[AsyncClient, Model, JoinedLog], Coroutine[Any, Any, None]]
+Work = Callable[[AsyncClient, Sequence[Model], JoinedLog], Coroutine[Any, Any, None]]
 
 
 async def serve(options: ServeOptions) -> int:
@@ -66,8 +67,8 @@ async def serve(options: ServeOptions) -> int:
     """
     started = time.monotonic()
 
-    async def until_stopped(_client: AsyncClient, model: Model, _log: JoinedLog) -> None:
-        sys.stdout.write(ready_block(options, model, seconds=time.monotonic() - started) + "\n")
+    async def until_stopped(_client: AsyncClient, models: Sequence[Model], _log: JoinedLog) -> None:
+        sys.stdout.write(ready_block(options, models, seconds=time.monotonic() - started) + "\n")
         sys.stdout.flush()
         await asyncio.Event().wait()
 
@@ -92,7 +93,7 @@ async def _serve_while(options: ServeOptions, work: Work, gpus: Sequence[str], s
     log = JoinedLog([spec.name for spec in specs], stream=sys.stderr, on_closed=request.stop.set)
     supervisor = Supervisor(specs, on_line=log.write)
     coordinator = specs[0].address
-    threads = options.threads_per_engine or max(1, usable_cores() // options.num_engines)
+    threads = threads_per_engine(options, options, usable_cores())
 
     def one_more(number: int) -> ProcessSpec:
         port = free_ports(1, but=given)[0]
@@ -100,14 +101,15 @@ async def _serve_while(options: ServeOptions, work: Work, gpus: Sequence[str], s
 
     async def when_ready() -> None:
         async with client_of(options.client_address) as client:
-            model = await _with_all_engines(client, options)
+            models = [await _with_all_engines(client, each) for each in options.models]
             if options.data_parallel_size > 1:
-                await first_of(work(client, model, log), GroupRanks(supervisor, coordinator, one_more).run())
+                await first_of(work(client, models, log), GroupRanks(supervisor, coordinator, one_more).run())
             else:
-                await work(client, model, log)
+                await work(client, models, log)
 
     with request.listening():
-        say(f"starting {options.model_name}: {', '.join(spec.name for spec in specs)}")
+        names = " and ".join(each.model_name for each in options.models)
+        say(f"starting {names}: {', '.join(spec.name for spec in specs)}")
         return await run(supervisor, request, when_ready)
 
 
@@ -122,33 +124,39 @@ async def _with_all_engines(client: AsyncClient, options: ServeOptions) -> Model
         await asyncio.sleep(_POLL_SECONDS)
 
 
-def ready_block(options: ServeOptions, model: Model, *, seconds: float) -> str:
-    """Return the message that tells the user how to reach the services."""
+def ready_block(options: ServeOptions, models: Sequence[Model], *, seconds: float) -> str:
+    """Return the message that tells the user how to reach the services. ``models`` are in the order of the options."""
     host = "localhost" if options.client_host == LOOPBACK else options.client_host
     address = with_port(host, options.grpc_port)
     elsewhere = "" if options.grpc_port == 50051 and host == "localhost" else f" --address {address}"
-    engines = "1 engine" if options.num_engines == 1 else f"{options.num_engines} engines"
-    if options.data_parallel_size > 1:
-        engines += " in one data-parallel group"
-    if options.prefill_engines:
-        engines += f", {options.prefill_engines} of them for prefill"
     title = paint(f"Penstock is ready after {seconds:.1f} s", GREEN, sys.stdout)
-    calls = [*_first_calls(options, model, host, elsewhere), _status_call(options)]
-    first_call = "\n    ".join(paint(line, BOLD, sys.stdout) for line in calls)
+    served = list(zip(options.models, models, strict=True))
+    calls = [call for each, model in served for call in _first_calls(options, model, host, elsewhere)]
+    first_call = "\n    ".join(paint(line, BOLD, sys.stdout) for line in [*calls, _status_call(options)])
+    lines = "".join(_model_lines(each, model) for each, model in served)
     return f"""
   {title}
 
     gRPC    {address}   {SERVICE}
     HTTP    http://{with_port(host, options.http_port)}   a page to try it, OpenAI API at /v1, /health, /metrics
 {_operators_lines(options)}
-    model   {model.name}, {engines}, up to {model.max_model_len} tokens
-{_adapters_line(options)}
+{lines}
   Try it in another terminal:
 
     {first_call}
 
   or with any gRPC client: the server describes its services by reflection. Ctrl-C stops everything.
 """
+
+
+def _model_lines(options: ServeOptions, model: Model) -> str:
+    """Return the lines about one model and its adapters."""
+    engines = "1 engine" if options.num_engines == 1 else f"{options.num_engines} engines"
+    if options.data_parallel_size > 1:
+        engines += " in one data-parallel group"
+    if options.prefill_engines:
+        engines += f", {options.prefill_engines} of them for prefill"
+    return f"    model   {model.name}, {engines}, up to {model.max_model_len} tokens\n{_adapters_line(options)}"
 
 
 def _status_call(options: ServeOptions) -> str:
@@ -185,14 +193,20 @@ def _adapters_line(options: ServeOptions) -> str:
 
 def _first_calls(options: ServeOptions, model: Model, host: str, elsewhere: str) -> list[str]:
     """Return example commands for this model. ``elsewhere`` is the flag for an address other than the default."""
+    several = bool(options.further)
     if not pools(model):
-        return [f'penstock generate "Once upon a time" --max-tokens 60{elsewhere}', f"penstock chat{elsewhere}"]
+        where = f" --model {model.name}{elsewhere}" if several else elsewhere
+        return [f'penstock generate "Once upon a time" --max-tokens 60{where}', f"penstock chat{where}"]
     if "embed" in model.capabilities:
         body = f'{{"model": "{model.name}", "input": "Once upon a time"}}'
         url = f"http://{with_port(host, options.http_port)}/v1/embeddings"
         return [f"curl {url} -H 'content-type: application/json' -d '{body}'"]
+    named = f'"model": "{model.name}", ' if several else ""
     if "score" in model.capabilities:
-        method, body = "Score", '{"query": {"text": "Who sleeps?"}, "documents": [{"text": "The cat sleeps."}]}'
+        method, body = (
+            "Score",
+            f'{{{named}"query": {{"text": "Who sleeps?"}}, "documents": [{{"text": "The cat sleeps."}}]}}',
+        )
     else:
-        method, body = "Classify", '{"inputs": [{"text": "Once upon a time"}]}'
+        method, body = "Classify", f'{{{named}"inputs": [{{"text": "Once upon a time"}}]}}'
     return [f"grpcurl -plaintext -d '{body}' {with_port(host, options.grpc_port)} {SERVICE}/{method}"]

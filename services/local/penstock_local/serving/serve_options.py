@@ -19,6 +19,7 @@ from penstock_local.serving import speculation
 from penstock_local.serving.machine_resources import LOOPBACK
 
 LIMIT_FLAG = "--limit-mm-per-prompt"
+MODELS_FLAG = "--models"
 MAX_LORAS = 8
 """Default of ``engine.lora.max_loras`` with ``--lora`` or ``--lora-directory``."""
 
@@ -65,7 +66,13 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Flags that have no effect with other flags."""
 
     model: Annotated[
-        str, Meta(description=("Model to serve: directory of a Hugging Face checkpoint, or its id on the hub."))
+        str,
+        Meta(
+            description=(
+                "Model to serve: directory of a Hugging Face checkpoint, or its id on the hub. May be repeated: requests "
+                "choose by name."
+            )
+        ),
     ]
     served_model_name: Annotated[
         tuple[str, ...],
@@ -296,6 +303,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = "info"
     settings: Settings = {}
     """Values of the flag ``--set``: settings that have no separate flag, by service and key."""
+    further: "tuple[ServeOptions, ...]" = ()
+    """Options of the further models. Only their model and engines are used."""
 
     def __post_init__(self) -> None:
         require("MODEL", self.model)
@@ -309,6 +318,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
             self._check_roles()
         if self.frontends > 1:
             self._check_sharing()
+        if self.further:
+            self._check_several()
         ports = self.all_ports
         if (highest := max(ports, key=lambda each: each[1]))[1] > 65_535:
             raise ConfigError(
@@ -333,6 +344,29 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
                 "--served-model-name is repeated and --set frontend.model.aliases is set; give all aliases in "
                 "one of them"
             )
+
+    def _check_several(self) -> None:
+        names = [name for each in self.models for name in (each.model_name, *each.aliases, *each.lora)]
+        if twice := next((name for name in names if names.count(name) > 1), ""):
+            raise ConfigError(
+                f"several models have the name {twice!r}; give each of them its own served_model_name in the file of "
+                f"{MODELS_FLAG}"
+            )
+        if any(each.data_parallel_size > 1 for each in self.models):
+            raise ConfigError(
+                f"--data-parallel-size is above 1, but there are {len(self.models)} models; a group needs a penstock serve "
+                "of its own"
+            )
+
+    @property
+    def models(self) -> "tuple[ServeOptions, ...]":
+        """Options of each model. The first entry is these options."""
+        return (self, *self.further)
+
+    @property
+    def total_engines(self) -> int:
+        """Number of engine processes of all models."""
+        return sum(each.num_engines for each in self.models)
 
     def speculation(self) -> dict[str, Any]:
         """Return the ``speculative`` section of the engine configuration.

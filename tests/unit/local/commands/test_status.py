@@ -207,6 +207,19 @@ async def test_engines_that_compute_differently_are_told_with_what_differs(
     ]
 
 
+async def test_engines_of_different_models_are_not_variants_of_a_model(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second, third = engine(0), engine(1), engine(2)
+    first.model = "other"
+    server.admin.engines = [first, second, third]
+    server.admin.variants = [messages_pb2.Variant(config_hash="", engine_ids=[f"engine-{i}"]) for i in range(3)]
+    assert await server.run("--once") == 0
+    said = capsys.readouterr().out.splitlines()
+    assert f"2 variants of the model {second.model}, whose outputs can differ:" in said
+    assert "  engine-0: does not say" not in said
+
+
 async def test_engines_that_compute_the_same_are_no_news(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     server.admin.engines, server.admin.variants = [engine(0)], MIXTURE[:1]
     assert await server.run("--once") == 0

@@ -18,12 +18,12 @@ from penstock_local.serving.serve_options import ServeOptions
 
 def block(*capabilities: str) -> str:
     model = Model(name="m", max_model_len=512, num_engines=1, capabilities=capabilities)
-    return ready_block(ServeOptions(model="org/m"), model, seconds=1.0)
+    return ready_block(ServeOptions(model="org/m"), [model], seconds=1.0)
 
 
 def test_each_of_several_frontends_is_listed_with_its_own_ports() -> None:
     model = Model(name="m", max_model_len=512, num_engines=1, capabilities=())
-    said = ready_block(ServeOptions(model="org/m", frontends=2), model, seconds=1.0)
+    said = ready_block(ServeOptions(model="org/m", frontends=2), [model], seconds=1.0)
     assert "frontend-0: admin localhost:50053, metrics http://localhost:8001/metrics" in said
     assert "frontend-1: admin localhost:50054, metrics http://localhost:8002/metrics" in said
 
@@ -31,11 +31,11 @@ def test_each_of_several_frontends_is_listed_with_its_own_ports() -> None:
 def test_adapters_are_named_in_the_first_words() -> None:
     model = Model(name="m", max_model_len=512, num_engines=1, capabilities=())
     few = ServeOptions(model="org/m", lora={"poet": "/a/poet", "json": "/a/json"}, lora_directory="/live")
-    assert "\n    LoRA    json, poet, those in /live (8 at once)\n" in ready_block(few, model, seconds=1.0)
+    assert "\n    LoRA    json, poet, those in /live (8 at once)\n" in ready_block(few, [model], seconds=1.0)
     many = ServeOptions(
         model="org/m", lora={f"a{i}": "/a" for i in range(9)}, settings={"engine": {"lora.max_loras": 2}}
     )
-    assert "\n    LoRA    a0, a1, a2, a3, a4, a5, a6, a7, ... (2 at once)\n" in ready_block(many, model, seconds=1.0)
+    assert "\n    LoRA    a0, a1, a2, a3, a4, a5, a6, a7, ... (2 at once)\n" in ready_block(many, [model], seconds=1.0)
     assert "LoRA" not in block()
 
 
