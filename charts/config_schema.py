@@ -35,6 +35,7 @@ SET_BY_CHART = (
         "ready_without_engines",
         "auth.api_keys",
         "auth.jwt.jwks",
+        "models",
     }
     | {"scaling.pools", "executor.tensor_parallel_size", "executor.pipeline_parallel_size"}
     | {"speculative.method", "speculative.model", "speculative.num_speculative_tokens"}

@@ -74,7 +74,9 @@ def _values(setting: Setting) -> str:
         words = ", ".join(f"`{choice}`" if choice else '`""`' for choice in kind.choices)
         return f"list of {words}" if kind.shape == "list" else words
     name = (
-        "size" if kind.is_size else {int: "integer", float: "number", bool: "`true`, `false`", str: "string"}[kind.type]
+        "size"
+        if kind.is_size
+        else {int: "integer", float: "number", bool: "`true`, `false`", str: "string"}.get(kind.type, "mapping")
     )
     name = {"one": name, "list": "list", "mapping": f"map from names to {name}s"}[kind.shape]
     return f"{name} {kind.range}".strip()

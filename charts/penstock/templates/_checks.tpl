@@ -2,6 +2,7 @@
 {{- define "penstock.check" -}}
 {{- include "penstock.check.frontend" . -}}
 {{- include "penstock.check.aliases" . -}}
+{{- include "penstock.check.models" . -}}
 {{- include "penstock.check.moved" . -}}
 {{- include "penstock.edge.check" . -}}
 {{- if and (eq .Values.model.source "oci") (semverCompare "<1.35.0-0" .Capabilities.KubeVersion.Version) }}
@@ -36,6 +37,27 @@
 {{- range $pool, $values := include "penstock.pools" $ | fromYaml -}}
 {{- if and $values.lora.enabled (hasKey (default dict $values.lora.adapters) $name) -}}
 {{- fail (printf "model.aliases: %s is also the name of a LoRA adapter in lora.adapters of the pool %s; rename one of them" $name $pool) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Each pool serves a known model, and each model has a pool. The frontends check the names. */}}
+{{- define "penstock.check.models" -}}
+{{- $names := list "" -}}
+{{- range .Values.models }}{{ $names = append $names .name }}{{ end -}}
+{{- range $pool, $values := include "penstock.pools" . | fromYaml -}}
+{{- $key := include "penstock.key" (dict "root" $ "component" "enginecore" "pool" $pool) -}}
+{{- if not (has $values.modelName $names) -}}
+{{- fail (printf "%s.modelName is %s, which is not the name of an entry of models; names: %s" $key $values.modelName (rest $names | join ", " | default "none")) -}}
+{{- else if and $values.modelName $values.lora.enabled -}}
+{{- fail (printf "%s.modelName is %s and %s.lora.enabled is true, but the chart serves LoRA adapters only of the model in model; set lora.enabled of this pool to false" $key $values.modelName $key) -}}
+{{- end -}}
+{{- end -}}
+{{- if .Values.models -}}
+{{- range $names -}}
+{{- if not (include "penstock.model.pools" (dict "root" $ "name" .) | fromYamlArray) -}}
+{{- fail (printf "no pool serves %s; add a pool to enginecore.pools%s" (ternary "the model in model" (printf "the model %s of models" .) (empty .)) (ternary "" (printf " with modelName: %s" .) (empty .))) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

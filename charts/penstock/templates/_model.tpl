@@ -20,6 +20,40 @@
 {{- end -}}
 {{- end -}}
 
+{{/* Path of one of `models` for the services. All models come from the same source. Takes root and model, an entry of `models`. */}}
+{{- define "penstock.model.furtherPath" -}}
+{{- $source := .root.Values.model.source -}}
+{{- if has $source (list "hub" "image") -}}
+{{- .model.path -}}
+{{- else if hasPrefix "/" .model.path -}}
+{{- fail (printf "models: the path of %s is %s, but model.source is %s; use a path relative to the volume's root" .model.name .model.path $source) -}}
+{{- else -}}
+{{- printf "/var/lib/penstock/model/%s" (trimAll "/" .model.path) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Model settings of one of `models`, which are the same in the config files of frontend and engine. Takes root and name. */}}
+{{- define "penstock.model.furtherConfig" -}}
+{{- range .root.Values.models -}}
+{{- if eq .name $.name -}}
+path: {{ include "penstock.model.furtherPath" (dict "root" $.root "model" .) | quote }}
+served_model_name: {{ .name | quote }}
+{{- with .revision }}
+revision: {{ . | quote }}
+{{- end }}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Names of the pools whose engines serve a model, as a YAML list. Takes root and name. The name of `model` is empty. */}}
+{{- define "penstock.model.pools" -}}
+{{- $pools := list -}}
+{{- range $pool, $values := include "penstock.pools" .root | fromYaml -}}
+{{- if eq $values.modelName $.name }}{{ $pools = append $pools $pool }}{{ end -}}
+{{- end -}}
+{{- sortAlpha $pools | toYaml -}}
+{{- end -}}
+
 {{/* Model settings that are the same in the config files of frontend and engine. */}}
 {{- define "penstock.model.config" -}}
 path: {{ include "penstock.model.path" . | quote }}

@@ -28,7 +28,7 @@ model: {{ ternary (printf "/var/lib/penstock/model/%s" (trimAll "/" $own.model))
 {{- define "penstock.enginecore.config" -}}
 {{- $values := .values -}}
 {{- $pool := .pool -}}
-{{- $model := include "penstock.model.config" .root | fromYaml -}}
+{{- $model := ternary (include "penstock.model.config" .root) (include "penstock.model.furtherConfig" (dict "root" .root "name" $values.modelName)) (empty $values.modelName) | fromYaml -}}
 {{- $_ := set $model "device" (include "penstock.enginecore.device" .) -}}
 {{- with .root -}}
 {{- $own := dict

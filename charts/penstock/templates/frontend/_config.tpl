@@ -22,6 +22,16 @@
 {{- with .Values.model.aliases }}
 {{- $_ := set $own.model "aliases" . }}
 {{- end }}
+{{- with .Values.models }}
+{{- $_ := set $own.coordinator "pools" (include "penstock.model.pools" (dict "root" $.root "name" "") | fromYamlArray) }}
+{{- $further := list }}
+{{- range . }}
+{{- $model := include "penstock.model.furtherConfig" (dict "root" $.root "name" .name) | fromYaml }}
+{{- with .aliases }}{{ $_ := set $model "aliases" . }}{{ end }}
+{{- $further = append $further (dict "model" $model "pools" (include "penstock.model.pools" (dict "root" $.root "name" .name) | fromYamlArray)) }}
+{{- end }}
+{{- $_ := set $own "models" $further }}
+{{- end }}
 {{- if include "penstock.tls.secret" $ }}
 {{- $_ := set $own "engine_tls" (dict "ca" "/etc/penstock-tls/ca.crt" "certificate" "/etc/penstock-tls/tls.crt" "key" "/etc/penstock-tls/tls.key" "server_name" "penstock-enginecore") }}
 {{- end }}

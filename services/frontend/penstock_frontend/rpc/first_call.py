@@ -77,53 +77,53 @@ async def _over_grpc(options: FirstCall) -> tuple[str, str, str]:
         stub = service_pb2_grpc.InferenceServiceStub(channel)
         try:
             listed: Any = await stub.ListModels(pb.ListModelsRequest(), metadata=metadata, wait_for_ready=True)
-            (model,) = listed.models
+            model = listed.models[0]  # adapters, aliases and further models follow
             if not model.capabilities:
                 # no engine is ready; the frontend holds the call, which makes the coordinator start an engine if the
                 # pool is scaled to zero
-                await _until_an_engine_is_up(stub, options, metadata)
+                await _until_an_engine_is_up(stub, options, model.name, metadata)
                 listed = await stub.ListModels(pb.ListModelsRequest(), metadata=metadata)
-                (model,) = listed.models
+                model = listed.models[0]
             kind = next((kind for kind in _CALLS if kind in model.capabilities), "generate")
-            answer = await _CALLS[kind](stub, options, metadata)
+            answer = await _CALLS[kind](stub, options, model.name, metadata)
         except grpc.aio.AioRpcError as e:
             raise _failed("gRPC", options.grpc, from_rpc_error(e)) from None
     return model.name, kind, f"gRPC {options.grpc}: {model.name} {answer}"
 
 
-async def _until_an_engine_is_up(stub: Any, options: FirstCall, metadata: Any) -> None:
+async def _until_an_engine_is_up(stub: Any, options: FirstCall, model: str, metadata: Any) -> None:
     """Wait until an engine is ready, by making a call that the frontend holds until then.
 
     If the engines only compute embeddings, the frontend then refuses the call.
     """
     try:
-        await _generate(stub, options, metadata)
+        await _generate(stub, options, model, metadata)
     except grpc.aio.AioRpcError as e:
         if from_rpc_error(e).reason != WRONG_MODEL_KIND:
             raise
 
 
-async def _generate(stub: Any, options: FirstCall, metadata: Any) -> str:
+async def _generate(stub: Any, options: FirstCall, model: str, metadata: Any) -> str:
     params = sampling_pb2.SamplingParams(max_tokens=options.max_tokens)
-    request = pb.GenerateRequest(text=options.prompt, sampling_params=params)
+    request = pb.GenerateRequest(model=model, text=options.prompt, sampling_params=params)
     text = "".join([piece.text async for piece in stub.Generate(request, metadata=metadata)])
     return f"generated {text!r}"
 
 
-async def _embed(stub: Any, options: FirstCall, metadata: Any) -> str:
-    request = pb.EmbedRequest(inputs=[pb.PoolingInput(text=options.prompt)])
+async def _embed(stub: Any, options: FirstCall, model: str, metadata: Any) -> str:
+    request = pb.EmbedRequest(model=model, inputs=[pb.PoolingInput(text=options.prompt)])
     response = await stub.Embed(request, metadata=metadata)
     return f"returned an embedding of shape {list(response.embeddings[0].shape)}"
 
 
-async def _score(stub: Any, options: FirstCall, metadata: Any) -> str:
+async def _score(stub: Any, options: FirstCall, model: str, metadata: Any) -> str:
     text = pb.PoolingInput(text=options.prompt)
-    response = await stub.Score(pb.ScoreRequest(query=text, documents=[text]), metadata=metadata)
+    response = await stub.Score(pb.ScoreRequest(model=model, query=text, documents=[text]), metadata=metadata)
     return f"scored {list(response.scores)}"
 
 
-async def _classify(stub: Any, options: FirstCall, metadata: Any) -> str:
-    request = pb.ClassifyRequest(inputs=[pb.PoolingInput(text=options.prompt)])
+async def _classify(stub: Any, options: FirstCall, model: str, metadata: Any) -> str:
+    request = pb.ClassifyRequest(model=model, inputs=[pb.PoolingInput(text=options.prompt)])
     response = await stub.Classify(request, metadata=metadata)
     return f"classified {len(response.results)} input(s)"
 
