@@ -90,7 +90,9 @@ def add_server(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--address", default=DEFAULT_ADDRESS, help=("Address of the server's gRPC API (default: %(default)s).")
     )
-    parser.add_argument("--model", metavar="NAME", default="", help="Name of the model (default: the served model).")
+    parser.add_argument(
+        "--model", metavar="NAME", default="", help="Name of the model (default: the server's only model)."
+    )
     parser.add_argument(
         "--lora", metavar="NAME", type=_name, help=("Name of a LoRA adapter of the model (default: none).")
     )

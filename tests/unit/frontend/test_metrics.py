@@ -15,7 +15,7 @@ from penstock_common.types.outputs import (
 )
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
-from penstock_frontend.metrics import FrontendMetrics
+from penstock_frontend.metrics import FrontendMetrics, merged
 from penstock_frontend.processing.outputs.processor import OutputProcessor
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer
 from tests.fakes.models import small_tokenizers
@@ -172,3 +172,19 @@ def test_buckets_are_those_of_vllms_dashboards(rig: Rig, name: str, bounds: str)
     [metric] = [metric for metric in rig.metrics.registry.collect() if metric.name == name]
     found = [sample.labels["le"] for sample in metric.samples if "le" in sample.labels]
     assert [float(bound) for bound in found] == [*map(float, bounds.split()), float("inf")]
+
+
+def test_registries_of_several_models_are_merged_to_one_family_each() -> None:
+    first, second = FrontendMetrics("a"), FrontendMetrics("b", with_process=False)
+    first.engine("e").first_token(0.5, 3)
+    second.engine("e").first_token(0.5, 4)
+    every = list(merged([first.registry, second.registry]).collect())
+    names = [family.name for family in every]
+    assert len(names) == len(set(names))
+    tokens = next(family for family in every if family.name == "vllm:prompt_tokens")
+    found = {s.labels["model_name"]: s.value for s in tokens.samples if s.name == "vllm:prompt_tokens_total"}
+    assert found == {"a": 3.0, "b": 4.0}
+    assert merged([first.registry]) is first.registry
+    assert [len(family.samples) for family in merged([first.registry, second.registry]).collect()] == [
+        len(family.samples) for family in every
+    ]

@@ -32,6 +32,7 @@ from penstock_local.bench.report import (
 from penstock_local.console import fail, say
 from penstock_local.rpc.client import (
     ServerUnreachableError,
+    check_chosen,
     client_of,
     describe_failure,
     make_client,
@@ -101,6 +102,8 @@ async def _model(options: BenchOptions, client: AsyncClient) -> Model:
             raise ConfigError(
                 f"{flag} {named}: {options.address} serves only {', '.join(models)}{nearest(named, models)}"
             )
+    if not (options.lora or options.model):
+        check_chosen(models.values(), options.address)
     name = options.lora or options.model or next(iter(models))
     if pools(models[name]):
         serves = ", ".join(models[name].capabilities)

@@ -18,7 +18,14 @@ from penstock_local.commands.generate import describe_end
 from penstock_local.commands.markdown_view import AnswerWriter
 from penstock_local.console import BOLD, DIM, dim, fail, use_color
 from penstock_local.media_files import MediaFile, Modality, read_media
-from penstock_local.rpc.client import ServerUnreachableError, describe_failure, explained, make_client, unreachable
+from penstock_local.rpc.client import (
+    ServerUnreachableError,
+    check_chosen,
+    describe_failure,
+    explained,
+    make_client,
+    unreachable,
+)
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
@@ -292,8 +299,12 @@ class Chat:
         return 0
 
     def _greet(self) -> None:
-        """Show the names of the model and the server. Raises the server's error if it fails."""
+        """Show the names of the model and the server. Raises the server's error if it fails, and ConfigError if the
+        server has several models and the options name none.
+        """
         models = self._runner.run(self._models())
+        if not self._model:
+            check_chosen(models, self._options.address)
         self._model = self._model or next((model.name for model in models), "")
         if self._reader.interactive:
             _note(f"{self._model} at {self._options.address}; /help lists what you can do, Ctrl-D leaves")

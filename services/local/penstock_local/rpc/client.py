@@ -61,6 +61,16 @@ def pools(model: Model) -> bool:
     return bool(model.capabilities) and "generate" not in model.capabilities
 
 
+def check_chosen(models: Collection[Model], address: str) -> None:
+    """Raise ConfigError if a server has several models, so that a call must name one. ``models`` has all names."""
+    # An alias has the root of its model. An adapter has a parent.
+    names = {model.root: model.name for model in reversed([model for model in models if not model.parent])}
+    if len(names) > 1:
+        raise ConfigError(
+            f"{address} serves several models; choose one with --model: {', '.join(sorted(names.values()))}"
+        )
+
+
 def with_media(prompt: str, files: Collection[MediaFile]) -> MixedPrompt:
     """Return the prompt with the media items before the text."""
     media: list[str | Media] = [file.message() for file in files]
