@@ -518,7 +518,7 @@ def _add_demo(commands: Any) -> None:
 
 
 def _run_serve(arguments: argparse.Namespace) -> int:
-    from penstock_local.serving.models_file import options_of_models
+    from penstock_local.commands.serve_models import options_of_models
     from penstock_local.serving.serve import serve
 
     return asyncio.run(serve(options_of_models(arguments)))

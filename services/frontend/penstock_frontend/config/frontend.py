@@ -233,7 +233,6 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     models: Annotated[
         tuple[FurtherModelConfig, ...],
         Meta(
-            max_length=MAX_MODELS - 1,
             description=(
                 "Further models behind the same addresses. The model of each request chooses. Each entry has the key "
                 "model, with the same keys as the section model. It may have the keys pools (pools of this model's "

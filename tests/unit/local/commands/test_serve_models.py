@@ -9,8 +9,8 @@ from penstock_client import Model
 from penstock_common.errors import ConfigError
 from penstock_frontend.config import FrontendConfig
 from penstock_local.cli import build_parser
+from penstock_local.commands.serve_models import options_of_models
 from penstock_local.serving.machine_resources import assign_all
-from penstock_local.serving.models_file import options_of_models
 from penstock_local.serving.plan import num_internal_ports, plan
 from penstock_local.serving.serve import ready_block
 from penstock_local.serving.serve_options import ServeOptions
