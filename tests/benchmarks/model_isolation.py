@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -45,7 +46,7 @@ async def run_engine(port: int, model: str, step: float) -> None:
             engine.step()
 
 
-async def call(stub: service_pb2_grpc.InferenceServiceStub, model: str, text: str, tokens: int) -> float:
+async def call(stub: Any, model: str, text: str, tokens: int) -> float:
     """Generate ``tokens`` tokens, and return the latency in seconds."""
     started = time.perf_counter()
     params = sampling_pb2.SamplingParams(max_tokens=tokens, ignore_eos=True)
@@ -59,7 +60,7 @@ async def run_load(address: str, streams: int, text: str, tokens: int) -> None:
 
     async def client() -> None:
         async with make_channel(address) as channel:
-            stub = service_pb2_grpc.InferenceServiceStub(channel)
+            stub: Any = service_pb2_grpc.InferenceServiceStub(channel)
             while True:
                 await call(stub, MODELS[0], text, tokens)
 
@@ -73,7 +74,7 @@ async def measure(address: str, clients: int, seconds: float, tokens: int) -> li
     async def client(number: int) -> list[float]:
         found = []
         async with make_channel(address) as channel:
-            stub = service_pb2_grpc.InferenceServiceStub(channel)
+            stub: Any = service_pb2_grpc.InferenceServiceStub(channel)
             await asyncio.sleep(0.05 * number)
             while time.perf_counter() < end:
                 found.append(await call(stub, MODELS[1], "hello world", tokens))
@@ -118,7 +119,7 @@ async def system(folder: Path, step: float) -> AsyncIterator[str]:
         await stack.enter_async_context(process("penstock_frontend", "--config", file))
         address = f"127.0.0.1:{port}"
         async with make_channel(address) as channel:
-            stub = service_pb2_grpc.InferenceServiceStub(channel)
+            stub: Any = service_pb2_grpc.InferenceServiceStub(channel)
             params = sampling_pb2.SamplingParams(max_tokens=1)
             for name in MODELS:
                 request = pb.GenerateRequest(model=name, text="hi", sampling_params=params)

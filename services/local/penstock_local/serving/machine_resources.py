@@ -63,7 +63,8 @@ def assign_all(needs: Sequence[tuple[int, int, str]], gpus: Sequence[str]) -> li
     """
     if len(needs) == 1:
         return assign(*needs[0], gpus)
-    left, found = list(gpus), []
+    left = list(gpus)
+    found: list[dict[str, str]] = []
     for engines, workers, device in needs:
         if device == "cpu" or (device == "auto" and not gpus):
             found += [{} for _ in range(engines)]
