@@ -76,7 +76,7 @@ def _of_openai(protocol: str, structs: tuple[str, ...]) -> tuple[IgnoredField, .
 
 _NO_SWITCH = "the field has an effect only together with a field that is refused"
 _STARTED = "the server's configuration sets this for all requests"
-_ROUTER = "the server has one model, and chooses the engine itself"
+_ROUTER = "`model` alone chooses the model, and the server chooses the engine itself"
 _CLIENT = "the field is an option for the client library"
 _COUNTS = "the usage object and the metrics have these counts"
 _HINTS: tuple[tuple[str, object, str], ...] = (
