@@ -12,10 +12,10 @@ NAMES = ["base", "a", "b", "c"]
 
 
 async def page(**query: str) -> tuple[list[str], bool, str | None, str | None]:
-    llm: Any = SimpleNamespace(engines=SimpleNamespace(view=SimpleNamespace(limits=None)))
-    models: Any = SimpleNamespace(names=lambda: NAMES, created=0)
+    model = SimpleNamespace(llm=SimpleNamespace(engines=SimpleNamespace(view=SimpleNamespace(limits=None))))
+    models: Any = SimpleNamespace(names=lambda: NAMES, named=lambda _: model, created=0)
     call: Any = SimpleNamespace(query=query)
-    found = await AnthropicModels(llm, models).list(call, None)  # type: ignore[arg-type]
+    found = await AnthropicModels(models).list(call, None)  # type: ignore[arg-type]
     assert isinstance(found, ModelPage)
     assert all((each.created_at, each.max_input_tokens) == ("1970-01-01T00:00:00Z", None) for each in found.data)
     return [each.id for each in found.data], found.has_more, found.first_id, found.last_id
