@@ -45,6 +45,8 @@ WITH_TOWERS = (
 """Values of ``model_type`` of the supported models that accept images or audio."""
 TOKEN_RULES = {"whisper": "generation_config.json"}
 """Files with a model's own rules for output tokens, by ``model_type``."""
+ENCODER_DECODERS = ("whisper",)
+"""Values of ``model_type`` of the supported encoder-decoder models."""
 TEXT_ALONE = (
     "to serve its text model alone, use --no-media (penstock serve), media=False (LLM), or multimodal.enabled: false (engine) "
     "with media.enabled: false (frontend)"
@@ -169,8 +171,11 @@ def _architecture(path: str, config: dict[str, Any], *, media: bool) -> str:
                 f"{path!r}: the quantization of this checkpoint is not supported{method and f' ({method})'}; supported: "
                 f"{', '.join(QUANTIZATIONS)}; give such a checkpoint, or one in bfloat16, float16 or float32"
             )
-    if config.get("is_encoder_decoder"):
-        return f"{path!r}: {named} is not supported: it is an encoder-decoder model; give a decoder-only model"
+    if config.get("model_type") not in ENCODER_DECODERS and _is_encoder_decoder(config):
+        return (
+            f"{path!r}: {named} is not supported: it is an encoder-decoder model, and of these only Whisper is supported; give "
+            "a decoder-only model"
+        )
     parts = [part for part in _PARTS if isinstance(config.get(part), dict)]
     if media and parts and config.get("model_type") not in WITH_TOWERS:
         return (
@@ -178,6 +183,12 @@ def _architecture(path: str, config: dict[str, Any], *, media: bool) -> str:
             f"encoders of its type are unknown; known are {', '.join(WITH_TOWERS)}; {TEXT_ALONE}, if its text model is supported"
         )
     return ""
+
+
+def _is_encoder_decoder(config: dict[str, Any]) -> bool:
+    """Return whether a model, or its text model, has an encoder whose outputs the decoder reads by cross-attention."""
+    text = config.get("text_config")
+    return any(bool(part.get("is_encoder_decoder")) for part in (config, text) if isinstance(part, dict))
 
 
 def _weights(path: str, folder: Path) -> str:

@@ -13,7 +13,7 @@ from penstock_common.types.request import EngineCoreRequest
 from penstock_enginecore.config import EngineCoreConfig, SchedulerConfig
 from penstock_enginecore.core.collective_errors import CollectiveBroken
 from penstock_enginecore.core.executor import Executor, Progress
-from penstock_enginecore.core.kv_cache.sizing import StateDemand, size_kv_cache, size_without_kv_cache
+from penstock_enginecore.core.kv_cache.sizing import MIN_MODEL_LEN, StateDemand, size_kv_cache, size_without_kv_cache
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.queues import InputQueues
@@ -126,6 +126,7 @@ def size_engine(
         model_max_len=model.max_len,
         max_tokens_in_flight=config.scheduler.step_tokens * max_steps,
         states=_state_demand(config, model),
+        min_model_len=model.sound_positions + MIN_MODEL_LEN,
     )
     if sized.states is not None:
         _report_states(sized.states, model, config.scheduler.max_num_seqs, progress)

@@ -68,5 +68,9 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Media modalities that the model accepts. Empty for text-only models."""
     embed_bytes: int = 0
     """Size in bytes of one row of the encoder cache. A row may have more elements than the model's hidden states."""
+    sound_positions: int = 0
+    """Number of positions at the start of each prompt that stand for a sound, if the model's decoder attends to the sound in
+    separate layers, as in Whisper. 0 for all other models.
+    """
     states: StateNeeds | None = None
     """Memory needs of recurrent layers, or None for a model without them."""

@@ -51,8 +51,7 @@ def validate_request(request: EngineCoreRequest, limits: RequestLimits) -> None:
         check_sampling(request.sampling_params, limits)
     if request.prompt_embeds is not None:
         check_prompt_embeds(request, request.prompt_embeds, limits.model.hidden_size, limits.model.dtype)
-    if request.mm_features:
-        check_media(request, limits.model, limits.max_media)
+    check_media(request, limits.model, limits.max_media)
     if request.attempt < 0:
         raise InvalidArgument(f"attempt is {request.attempt}; it must be at least 0", field="attempt")
     _check_reasoning(request, limits.model.vocab_size)

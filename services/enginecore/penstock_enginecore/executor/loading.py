@@ -26,6 +26,7 @@ from penstock_enginecore.data_parallel.core.group_channels import SharedExperts
 from penstock_enginecore.executor.generation.graph_capture import GraphCapture
 from penstock_enginecore.executor.generation.runner import GenerationRunner, StageRunner
 from penstock_enginecore.executor.pooling_runner import PoolingRunner
+from penstock_enginecore.executor.speech_settings import check_speech
 from penstock_enginecore.experts.group_experts import GroupExperts
 from penstock_enginecore.experts.layer import SpreadExperts, dispatched_layers
 from penstock_enginecore.experts.loading import ExpertReader, SharedModel, check_shared
@@ -33,6 +34,7 @@ from penstock_enginecore.forward.base import ForwardPass
 from penstock_enginecore.forward.build import ForwardConfig, build_backbone, build_forward, build_stage
 from penstock_enginecore.forward.cuda.decoder import FusedForward, kept_weights
 from penstock_enginecore.forward.equivalence_check import SpentError
+from penstock_enginecore.forward.speech_build import build_speech_forward
 from penstock_enginecore.forward.stage import StageConfig
 from penstock_enginecore.lora.adapter import AdaptedForward
 from penstock_enginecore.lora.device_slots import SlotLimits
@@ -403,6 +405,7 @@ def _load_runner(
         raise ModelLoadError(
             f"executor.pipeline_parallel_size is above 1, but models with task {task} support only 1; set it to 1"
         )
+    check_speech(config, task)
     check_cache_dtype(config, device)
     check_batch_invariant(config, device, task)
     check_attention_library(config, device, task)
@@ -446,7 +449,7 @@ def _load_runner(
             onlooker.loaded(model.module)
         adapted = replace(_with_part(forward, split), lora=_slots(config.lora))
         if links is None:
-            built = build_forward(model, adapted)
+            built = (build_speech_forward if model.sound_positions else build_forward)(model, adapted)
             check_computed(config, built.forward, model.module)
             experts = None if shared is None else _experts(config, shared, model)
             drafter = create_drafter(config, model, built.forward, forward, progress)

@@ -159,7 +159,32 @@ def build_forward(model: LoadedModel, config: ForwardConfig) -> BuiltForward:
         candidates.append(decoder_candidate(native.library, probed, run_prompt, config.part, adapts=adapts))
     if native is not None and native.uses.linear:
         candidates.append(linear_candidate(native.library, model.module, run, serve))
-    proven = first_proven(candidates, run, config.agree)
+    return finish_forward(model, config, native, attends, first_proven(candidates, run, config.agree), serve, library)
+
+
+def finish_forward(
+    model: LoadedModel,
+    config: ForwardConfig,
+    native: NativeBackend | None,
+    attends: bool,
+    proven: Proven[ForwardPass],
+    serve: Callable[[], ForwardPass],
+    library: LibraryAttention | None = None,
+) -> BuiltForward:
+    """Return the chosen forward pass of a generative model, and the sampler for its logits.
+
+    Args:
+        model: The model.
+        config: Settings for the forward pass.
+        native: The CPU kernels, or None.
+        attends: Whether these kernels compute attention.
+        proven: The candidate that serves, if any.
+        serve: Function that creates the forward pass that serves if there is no such candidate.
+        library: Library that computes attention of long prompts, or None.
+
+    Raises:
+        ModelLoadError: ``kernels.batch_invariant`` is true, but the forward pass is not batch invariant.
+    """
     _settle(model.module)
     _check_invariant(model, config, proven)
     if not isinstance(proven.serves, FusedForward):  # the fused decoder uses the weights as they were loaded

@@ -79,6 +79,11 @@ class Probe:
         """Return the prompt without an image, and also the prompt with an image if ``demands`` has inputs."""
         return [cls.prompt(vocab_size), *([cls.prompt(vocab_size, demands)] if demands else [])]
 
+    @classmethod
+    def alone(cls, token_ids: IntArray) -> "Probe":
+        """Return a prompt with ``token_ids``, int64 ``[tokens]``."""
+        return cls._of(token_ids, len(token_ids), _BLOCK_SIZE)
+
     def batch(self, forward: ForwardPass, start: int, end: int) -> ForwardBatch:
         """Return a step that computes tokens ``start`` to ``end`` of the probe's only sequence."""
         of, part = self.metadata, slice(start, end)

@@ -23,7 +23,7 @@ from penstock_common.types.outputs import EngineReady
 from penstock_enginecore.config import EngineCoreConfig, KvTransferConfig
 from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.core.kv_cache.manager import KVCacheManager
-from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
+from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheGroup
 from penstock_enginecore.kv_transfer.core.base import BlockCopier
 from penstock_enginecore.kv_transfer.core.leases import Leases
 from penstock_enginecore.kv_transfer.core.tiers import TieredConnector
@@ -89,7 +89,7 @@ def layout_of(
     said = [
         layout.dtype,
         layout.block_size,
-        [[group.layer_names, group.sliding_window, group.attention_chunk] for group in config.groups],
+        [_said(group) for group in config.groups],
         order,
         num_shards,
         block_bytes,
@@ -101,6 +101,12 @@ def layout_of(
         json.dumps(said, sort_keys=True).encode(), digest_size=FINGERPRINT_BYTES, person=_PERSON
     ).digest()
     return msgspec.structs.replace(layout, fingerprint=digest)
+
+
+def _said(group: KVCacheGroup) -> list[object]:
+    """Return the properties of a group that decide what its blocks contain."""
+    limits = [group.first_block, group.end_block] if group.first_block or group.end_block is not None else []
+    return [group.layer_names, group.sliding_window, group.attention_chunk, *limits]
 
 
 CAPABILITY = "kv_transfer"

@@ -29,6 +29,7 @@ from penstock_enginecore.models.errors import ModelLoadError, refused_model
 from penstock_enginecore.models.layer_embeddings import has_layer_embeddings
 from penstock_enginecore.models.multimodal.base import MediaEncoder
 from penstock_enginecore.models.multimodal.composite import Composite
+from penstock_enginecore.models.multimodal.speech import SpeechCheckpoint
 from penstock_enginecore.models.placement import check_weights_fit, place, read_to
 from penstock_enginecore.models.quantization.layers import Scheme
 from penstock_enginecore.models.quantization.loading import QuantizedCheckpoint, load_quantized, read_kv_scales
@@ -114,6 +115,8 @@ class LoadedModel:
     """Media encoders of the checkpoint, or None for a model that reads only text."""
     rules: WhisperRules | None = None
     """The model's own rules for output tokens, which only Whisper has."""
+    sound_positions: int = 0
+    """See ``ModelInfo.sound_positions``."""
 
     @property
     def hidden_size(self) -> int:
@@ -123,10 +126,10 @@ class LoadedModel:
 
     @property
     def prompt_embed_size(self) -> int:
-        """Number of elements of a prompt embedding. 0 if each layer also reads token ids, so that prompts cannot have
-        embeddings instead of token ids.
+        """Number of elements of a prompt embedding. 0 if prompts cannot have embeddings instead of token ids, because each
+        layer also reads token ids, or because prompts begin with a sound.
         """
-        return 0 if has_layer_embeddings(self.module.base_model) else self.hidden_size
+        return 0 if self.sound_positions or has_layer_embeddings(self.module.base_model) else self.hidden_size
 
 
 def load_model(
@@ -156,10 +159,12 @@ def load_model(
         with_towers: Whether to load the checkpoint's encoders of images, audio and video too.
     """
     hf_config = read_config(config)
-    composite = Composite.of(hf_config, with_towers=with_towers)
+    speech = SpeechCheckpoint.of(hf_config, with_towers=with_towers)
+    composite = speech or Composite.of(hf_config, with_towers=with_towers)
     text_config = hf_config if composite is None else composite.text_config
     model_class = _model_class(hf_config, config) if composite is None else composite.text_class
-    check_supported(text_config, model_class)
+    if speech is None:
+        check_supported(text_config, model_class)
     scheme = quantization_of(hf_config)
     if composite is not None and make_share is not None:
         raise ModelLoadError(
@@ -169,7 +174,7 @@ def load_model(
     widen = widen and (scheme is None or not keep(scheme))
     whole_config = hf_config if composite is None else composite.config
     dtypes = resolve_dtypes(config.dtype, whole_config, device, widen=widen)
-    max_len = config_max_len(text_config, config)
+    max_len = config_max_len(text_config, config) if speech is None else speech.max_len
     progress(f"loading {model_class.__name__} from {config.path} as {dtypes.name}")
     attention_hook.register()
     host = torch.device("cpu")
@@ -185,7 +190,8 @@ def load_model(
         split(module)
     place(module, config.path, device)
     limit = config.max_model_len or max_len
-    prepare_decoder(module, limit, device)
+    if speech is None:
+        prepare_decoder(module, limit, device)
     return LoadedModel(
         module=module,
         dtype=dtypes.computed,
@@ -196,6 +202,7 @@ def load_model(
         kv_scales=_kv_scales(config, hf_config),
         encoder=None if composite is None else composite.encoder(towers, weight_files(config), limit, device, dtypes),
         rules=read_whisper_rules(config, hf_config, vocab_size),
+        sound_positions=0 if speech is None else speech.sound_positions,
     )
 
 

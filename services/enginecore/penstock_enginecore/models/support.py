@@ -81,7 +81,7 @@ def quantization_of(config: PretrainedConfig) -> Scheme | None:
 def unsupported(config: PretrainedConfig, model_class: type[PreTrainedModel]) -> str | None:
     """Return why ``model_class`` cannot be served with this project's attention function, or None if it can."""
     if getattr(config, "is_encoder_decoder", False):
-        return "it is an encoder-decoder model"
+        return "it is an encoder-decoder model, and of these only Whisper is supported"
     if is_two_way(config):
         return "its configuration sets bidirectional attention, so it can embed and classify, but not generate"
     recurrent = is_recurrent(config)

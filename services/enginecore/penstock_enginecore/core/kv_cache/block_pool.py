@@ -316,15 +316,17 @@ def find_computed_blocks(
     """Find the longest prefix, in whole blocks, that is cached in every group. The prefix never includes the last of
     ``num_tokens`` tokens, which must be computed.
 
-    A group without an attention window needs every block of the prefix. A group with a window needs the blocks to which
-    the first query after the prefix attends. A missing block in one group shortens the prefix of all groups. For a
-    shorter prefix, groups with a window need other blocks, so the search repeats until the length no longer changes.
+    A group without an attention window needs every block of the prefix that it stores. A group with a window needs the
+    blocks to which the first query after the prefix attends. A missing block in one group shortens the prefix of all
+    groups. For a shorter prefix, groups with a window need other blocks, so the search repeats until the length no
+    longer changes.
     """
     from_start: dict[int, list[KVCacheBlock]] = {}
+    length = len(hashes)
     for number, group in enumerate(groups):
         if not group.is_windowed:
-            from_start[number] = pool.get_run(hashes, number)
-    length = min((len(blocks) for blocks in from_start.values()), default=len(hashes))
+            from_start[number] = run = cached_from_start(pool, number, group, hashes)
+            length = min(length, prefix_of(group, len(run), len(hashes)))
     windowed = [(number, group) for number, group in enumerate(groups) if group.is_windowed]
     before = -1
     while length and length != before:
@@ -334,11 +336,28 @@ def find_computed_blocks(
     tables = []
     for number, group in enumerate(groups):
         if number in from_start:
-            tables.append(from_start[number][:length])
+            stored = group.indices(0, length)
+            before = min(stored.start, length)
+            table = [pool.null_block] * before + from_start[number][: len(stored)]
+            tables.append(table + [pool.null_block] * (length - len(table)))
         else:
             first = first_block(group, length, block_size, num_tokens)
             tables.append([pool.null_block] * first + pool.get_run(hashes[first:length], number))
     return ComputedBlocks(tuple(tables), min(length * block_size, num_tokens - 1))
+
+
+def cached_from_start(pool: BlockPool, number: int, group: KVCacheGroup, hashes: Sequence[bytes]) -> list[KVCacheBlock]:
+    """Return the cached blocks of a group from the first block that the group stores, up to the first missing block."""
+    stored = group.indices(0, len(hashes))
+    return pool.get_run(hashes[stored.start : stored.stop], number)
+
+
+def prefix_of(group: KVCacheGroup, num_cached: int, num_blocks: int) -> int:
+    """Return the length in blocks of the longest prefix, of at most ``num_blocks`` blocks, for which a group needs only
+    the first ``num_cached`` blocks that it stores.
+    """
+    stored = group.indices(0, num_blocks)
+    return num_blocks if num_cached >= len(stored) else stored.start + num_cached
 
 
 def first_block(group: KVCacheGroup, length: int, block_size: int, num_tokens: int) -> int:

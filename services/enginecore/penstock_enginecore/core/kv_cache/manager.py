@@ -12,7 +12,7 @@ from penstock_common.types.kv_transfer import STATE_GROUP, BlockName, KvCacheEve
 from penstock_enginecore.core.kv_cache.block_pool import BlockPool, ComputedBlocks, KVCacheBlock, find_computed_blocks
 from penstock_enginecore.core.kv_cache.events import KvEventLog
 from penstock_enginecore.core.kv_cache.sizing import num_blocks_for
-from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
+from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheGroup
 from penstock_enginecore.core.request import Request, RequestStatus, span_around
 from penstock_enginecore.kv_transfer.core.base import Place
 from penstock_enginecore.kv_transfer.core.plan import LoadPlan, Lookup, plan_load
@@ -34,7 +34,8 @@ class KVCacheManager:
     A request has one block table per KV cache group. All tables of a request have the same length: block i of each
     table is for the same tokens. In groups with an attention window, later queries no longer attend to the first blocks
     of a sequence. ``free_out_of_window`` frees these blocks and replaces them with the null block. ``has_windows`` says
-    whether the model has such groups.
+    whether the model has such groups. A group that stores only some positions has the null block for the other
+    positions.
 
     Only full blocks with final, computed tokens become findable by hash. Therefore the caller must call
     ``cache_blocks`` after a step, and then ``free_out_of_window``.
@@ -50,7 +51,7 @@ class KVCacheManager:
         self.groups = groups = config.groups
         self._windows = [(number, group) for number, group in enumerate(groups) if group.is_windowed]
         self.has_windows = bool(self._windows)
-        full = [number for number, group in enumerate(groups) if not group.is_windowed]
+        full = [number for number, group in enumerate(groups) if not group.is_windowed and not group.first_block]
         self._events = KvEventLog(config.block_size, group=full[0] if full else 0, in_full=enable_kv_events)
         self.pool = BlockPool(config.num_blocks, len(groups), self._events)
         self.prefix_stats = PrefixCacheStats()
@@ -129,19 +130,29 @@ class KVCacheManager:
             afterwards.
         """
         tables = self._blocks[request.key]
-        missing = -(-(request.num_computed_tokens + num_new_tokens) // self.block_size) - len(tables[0])
-        if missing <= 0:
+        num_blocks, end = len(tables[0]), -(-(request.num_computed_tokens + num_new_tokens) // self.block_size)
+        if end <= num_blocks:
             return ()
-        if (missing + reserve) * len(tables) > self.pool.num_free_blocks:
+        if self._num_new(num_blocks, end) + reserve * len(tables) > self.pool.num_free_blocks:
             return None
-        return tuple([self._extend(table, missing) for table in tables])
+        return tuple([self._extend(table, group, end) for table, group in zip(tables, self.groups, strict=True)])
 
     def num_allocated_tokens(self, request: Request) -> int:
         """Return the number of tokens for which a running request has blocks."""
         return len(self._blocks[request.key][0]) * self.block_size
 
-    def _extend(self, table: list[KVCacheBlock], count: int) -> list[int]:
-        new = self.pool.allocate(count)
+    def _num_new(self, start: int, end: int) -> int:
+        """Return the number of blocks, over all groups, for the indices ``start`` to ``end`` of block tables."""
+        return sum(len(group.indices(start, end)) for group in self.groups)
+
+    def _extend(self, table: list[KVCacheBlock], group: KVCacheGroup, end: int) -> list[int]:
+        """Extend the block table of a group to ``end`` blocks, and return the ids of the new blocks."""
+        start, stored, null = len(table), group.indices(len(table), end), self.pool.null_block
+        new = self.pool.allocate(len(stored))
+        if len(new) < end - start:
+            before = min(stored.start, end) - start
+            new = [null] * before + new
+            new += [null] * (end - start - len(new))
         table.extend(new)
         return [block.block_id for block in new]
 
@@ -153,14 +164,16 @@ class KVCacheManager:
         nothing and return False.
         """
         pool = self.pool
-        missing = -(-(computed.num_tokens + num_new_tokens) // self.block_size) - computed.num_blocks
+        end = -(-(computed.num_tokens + num_new_tokens) // self.block_size)
         revived = pool.num_free_among(computed.blocks)
-        if missing * len(self.groups) + revived + reserve > pool.num_free_blocks:
+        if self._num_new(computed.num_blocks, end) + revived + reserve > pool.num_free_blocks:
             return False
         if self.states is not None and not self.states.admit(request, computed.num_tokens, computed.branch):
             return False
         self._hold_blocks(request, computed.blocks)
-        self._blocks[request.key] = tuple([[*blocks, *pool.allocate(missing)] for blocks in computed.blocks])
+        self._blocks[request.key] = tables = tuple([[*blocks] for blocks in computed.blocks])
+        for table, group in zip(tables, self.groups, strict=True):
+            self._extend(table, group, end)
         self._num_cached[request.key] = computed.num_blocks
         if self.has_windows:
             self._num_left[request.key] = [0] * len(self._windows)

@@ -58,6 +58,7 @@ def size_kv_cache(
     model_max_len: int,
     max_tokens_in_flight: int,
     states: StateDemand | None = None,
+    min_model_len: int = MIN_MODEL_LEN,
 ) -> KVCacheConfig:
     """Compute the pool sizes that fit into memory, and the longest sequence.
 
@@ -74,6 +75,7 @@ def size_kv_cache(
         max_tokens_in_flight: Maximum number of tokens that are scheduled but not yet processed: the token budget of a
             step times the number of steps in flight. A request keeps the blocks to which these tokens attend.
         states: Memory needs of recurrent layers, or None for a model without them.
+        min_model_len: Length in tokens of the shortest sequence that the model can serve.
 
     Raises:
         ConfigError: A sequence of the requested length, or of the minimum length, does not fit into memory. The message
@@ -90,11 +92,11 @@ def size_kv_cache(
         state_pool, available_bytes = states.sized(available_bytes, cache, pool.token_bytes)
     num_blocks = cache.num_blocks or pool.num_blocks_in(available_bytes, states)
     fits = pool.longest(num_blocks)
-    if fits < MIN_MODEL_LEN:
+    if fits < min_model_len:
         raise ConfigError(
             f"the KV cache has only {num_blocks} blocks of {pool.block_bytes} bytes, of which one is reserved, so "
             "no request fits; set "
-            f"cache.kv_cache_memory to at least {pool.size_for(MIN_MODEL_LEN)}, or free memory for the engine"
+            f"cache.kv_cache_memory to at least {pool.size_for(min_model_len)}, or free memory for the engine"
         )
     return KVCacheConfig(
         num_blocks=num_blocks,

@@ -39,6 +39,9 @@ class KVCacheSpec(msgspec.Struct, frozen=True, kw_only=True):
         sliding_window: Number of keys to which a query attends, including its own key. None for full attention.
         attention_chunk: Size of an attention chunk in tokens. A query at position p attends to keys from position ``p
             // attention_chunk * attention_chunk``. None for full attention.
+        first_position: The layer stores no keys and values of positions before this one.
+        end_position: The layer stores no keys and values from this position on. None if there is no end. A layer with
+            such a limit, or with a ``first_position``, has no sliding window and no attention chunks.
     """
 
     block_size: int
@@ -48,6 +51,16 @@ class KVCacheSpec(msgspec.Struct, frozen=True, kw_only=True):
     dtype_size: int
     sliding_window: int | None = None
     attention_chunk: int | None = None
+    first_position: int = 0
+    end_position: int | None = None
+
+    @property
+    def block_limits(self) -> tuple[int, int | None]:
+        """Index of the first block in which the layer stores keys and values, and the index after the last such block
+        or None.
+        """
+        size, end = self.block_size, self.end_position
+        return self.first_position // size, None if end is None else -(-end // size)
 
     @property
     def keeps_latents(self) -> bool:
@@ -76,12 +89,17 @@ class KVCacheGroup(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         max_blocks: Maximum number of blocks that one request uses in this group at the same time. None if only the
             number of tokens limits it.
+        first_block: The group has no blocks before this index of a block table.
+        end_block: The group has no blocks from this index of a block table on. None if there is no such limit. At
+            indices without a block, block tables have the null block.
     """
 
     layer_names: tuple[str, ...]
     sliding_window: int | None = None
     attention_chunk: int | None = None
     max_blocks: int | None = None
+    first_block: int = 0
+    end_block: int | None = None
 
     @property
     def has_memory(self) -> bool:
@@ -99,11 +117,16 @@ class KVCacheGroup(msgspec.Struct, frozen=True, kw_only=True):
         """Return the first position to which a query at ``position`` attends in these layers."""
         return first_key(position, self.sliding_window, self.attention_chunk)
 
+    def indices(self, start: int, end: int) -> range:
+        """Return the indices from ``start`` to before ``end`` of a block table at which this group has blocks."""
+        return range(max(start, self.first_block), end if self.end_block is None else min(end, self.end_block))
+
     def num_blocks_for(self, num_blocks: int) -> int:
         """Return the maximum number of blocks that a sequence of ``num_blocks`` blocks uses in this group at the same
         time.
         """
-        return num_blocks if self.max_blocks is None else min(num_blocks, self.max_blocks)
+        count = len(self.indices(0, num_blocks))
+        return count if self.max_blocks is None else min(count, self.max_blocks)
 
 
 class KVCacheConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -175,16 +198,18 @@ def group_layers(
     """Divide the layers into the groups that need the least memory for a decoding sequence of ``max_len`` tokens. Among
     choices that need equal memory, choose the one with the fewest groups.
 
-    Layers in a group have the same attention window. If many more layers have one window than another, the layers with
-    the more frequent window are split into groups of similar size. For example, four layers with full attention become
-    one group, and twenty windowed layers become five groups. The fallback is a single group without a window. The
-    fallback is chosen if freeing blocks outside windows saves no memory. It is also chosen if layer sizes differ so
-    much that sharing tensors costs more memory than windows save.
+    Layers in a group have the same attention window, and store keys and values in the same blocks of a sequence. If
+    many more layers have one window than another, the layers with the more frequent window are split into groups of
+    similar size. For example, four layers with full attention become one group, and twenty windowed layers become five
+    groups. The fallback is a single group that stores all positions and has no window. The fallback is chosen if
+    separate groups save no memory. It is also chosen if layer sizes differ so much that sharing tensors costs more
+    memory than separate groups save.
     """
     block_size = max(spec.block_size for spec in specs.values())
-    kinds: dict[tuple[int | None, int | None], list[str]] = {}
+    kinds: dict[tuple[int | None, int | None, tuple[int, int | None]], list[str]] = {}
     for name, spec in specs.items():
-        kinds.setdefault((_below(spec.sliding_window, max_len), _below(spec.attention_chunk, max_len)), []).append(name)
+        spans = _below(spec.sliding_window, max_len), _below(spec.attention_chunk, max_len)
+        kinds.setdefault((*spans, spec.block_limits), []).append(name)
     best: tuple[KVCacheGroup, ...] = (KVCacheGroup(layer_names=tuple(specs)),)
     best_cost = _cost(specs, best, max_len, block_size)
     for size in range(max(len(names) for names in kinds.values()), 0, -1):
@@ -194,8 +219,10 @@ def group_layers(
                 sliding_window=window,
                 attention_chunk=chunk,
                 max_blocks=_max_blocks(window, chunk, max_tokens_in_flight, block_size),
+                first_block=first,
+                end_block=end,
             )
-            for (window, chunk), names in kinds.items()
+            for (window, chunk, (first, end)), names in kinds.items()
             for i in range(0, len(names), size)
         )
         cost = _cost(specs, groups, max_len, block_size)
@@ -217,7 +244,8 @@ def _cost(specs: Mapping[str, KVCacheSpec], groups: Sequence[KVCacheGroup], max_
     blocks = 0
     for group in groups:
         window = _max_blocks(group.sliding_window, group.attention_chunk, 1, block_size)
-        blocks += full if window is None else min(full, window)
+        stored = len(group.indices(0, full))
+        blocks += stored if window is None else min(stored, window)
     return blocks * block_bytes(specs, groups)
 
 

@@ -133,6 +133,7 @@ class GenerationRunner:
             prompt_batch_tokens=prompt_batch_tokens(self._forward.device),
             media=() if self._model.encoder is None else tuple(self._model.encoder.media),
             embed_bytes=row_bytes(self._model.encoder, self._model.dtype),
+            sound_positions=self._model.sound_positions,
             states=None if self._states is None else self._states.needs,
         )
 

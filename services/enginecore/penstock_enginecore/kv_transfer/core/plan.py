@@ -4,7 +4,13 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from penstock_common.types.kv_transfer import BlockName
-from penstock_enginecore.core.kv_cache.block_pool import BlockPool, KVCacheBlock, first_block
+from penstock_enginecore.core.kv_cache.block_pool import (
+    BlockPool,
+    KVCacheBlock,
+    cached_from_start,
+    first_block,
+    prefix_of,
+)
 from penstock_enginecore.core.kv_cache.spec import KVCacheGroup
 
 Lookup = Callable[[Sequence[Sequence[BlockName]]], int]
@@ -38,17 +44,26 @@ def plan_load(
 ) -> LoadPlan:
     """Find the longest prefix, in whole blocks, for which every needed block is in the pool or can be loaded.
 
-    As in ``find_computed_blocks``, a group without an attention window needs all blocks of the prefix. A group with a
-    window needs the blocks to which the first query after the prefix attends. Blocks without memory are never looked
-    up, because they have no content to load.
+    As in ``find_computed_blocks``, a group without an attention window needs all blocks of the prefix that it stores. A
+    group with a window needs the blocks to which the first query after the prefix attends. Blocks without memory are
+    never looked up, because they have no content to load.
     """
     full = [number for number, group in enumerate(groups) if group.has_memory and not group.is_windowed]
     windowed = [number for number, group in enumerate(groups) if group.is_windowed]
     if full:
-        start = min(len(pool.get_run(hashes, number)) for number in full)
+        stored = {number: groups[number].indices(0, len(hashes)) for number in full}
+        start = min(
+            prefix_of(group, len(cached_from_start(pool, number, group, hashes)), len(hashes))
+            for number, group in enumerate(groups)
+            if number in stored
+        )
         lacking = [
-            [BlockName(number, block_hash) for number in full if pool.get(block_hash, number) is None]
-            for block_hash in hashes[start:]
+            [
+                BlockName(number, hashes[index])
+                for number in full
+                if index in stored[number] and pool.get(hashes[index], number) is None
+            ]
+            for index in range(start, len(hashes))
         ]
         length = start + (lookup(lacking) if lacking else 0)
     else:
@@ -76,7 +91,8 @@ def plan_load(
     there = []
     for number, group in enumerate(groups):
         first = first_block(group, length, block_size, num_tokens) if group.is_windowed else 0
-        found = [(block_hash, pool.get(block_hash, number)) for block_hash in hashes[first:length]]
+        needed = group.indices(first, length)
+        found = [(hashes[index], pool.get(hashes[index], number)) for index in needed]
         there.append([block for _, block in found if block is not None])
         if group.is_windowed or not group.has_memory:
             missing += [BlockName(number, block_hash) for block_hash, block in found if block is None]

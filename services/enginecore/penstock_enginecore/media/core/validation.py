@@ -27,6 +27,9 @@ def check_media(request: EngineCoreRequest, model: ModelInfo, max_items: Mapping
         InvalidArgument: A field has an invalid value.
         Unimplemented: The model accepts no media, or another field is not supported together with media.
     """
+    if not request.mm_features:
+        _check_sound(request, model)
+        return
     if not model.media:
         raise Unimplemented("mm_features is set, but this engine's model accepts only text", field="mm_features")
     _check_beside(request)
@@ -52,6 +55,7 @@ def check_media(request: EngineCoreRequest, model: ModelInfo, max_items: Mapping
             _check_embeds(feature, path, model)
         end = feature.end
     _check_counts(request.mm_features, max_items)
+    _check_sound(request, model)
 
 
 def _check_beside(request: EngineCoreRequest) -> None:
@@ -61,6 +65,39 @@ def _check_beside(request: EngineCoreRequest) -> None:
         raise Unimplemented(
             "sampling_params.prompt_logprobs is not supported with mm_features: only tokens have a probability",
             field="sampling_params.prompt_logprobs",
+        )
+
+
+def _check_sound(request: EngineCoreRequest, model: ModelInfo) -> None:
+    """Check that a prompt begins with the one sound to which its other tokens attend, if the model needs a sound."""
+    positions = model.sound_positions
+    if not positions:
+        return
+    count, length = len(request.mm_features), len(request.prompt_token_ids)
+    field, wanted = (
+        "mm_features",
+        "each prompt of this model begins with exactly one sound, which is followed by tokens",
+    )
+    if count != 1:
+        raise InvalidArgument(f"{field} has {count} items, but {wanted}; add one audio part at the start", field=field)
+    if offset := request.mm_features[0].offset:
+        raise InvalidArgument(
+            f"{field}[0].offset is {offset}, but {wanted}; put the audio part before all texts and tokens, and set "
+            "add_special_tokens to false",
+            field=f"{field}[0].offset",
+        )
+    (info,), feature = model.media, request.mm_features[0]
+    if (feature.length, feature.num_embeds) != (info.max_embeds, info.max_embeds):
+        raise InvalidArgument(
+            f"{field}[0] has {feature.num_embeds} embeddings at {feature.length} positions; a sound of this model has "
+            f"{info.max_embeds} embeddings at as many positions",
+            field=f"{field}[0].length",
+        )
+    if length <= positions:
+        raise InvalidArgument(
+            f"the prompt has {length} positions, of which {positions} stand for the sound, but {wanted}; add tokens after the "
+            "audio part",
+            field="prompt_token_ids",
         )
 
 

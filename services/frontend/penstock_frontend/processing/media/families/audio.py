@@ -20,7 +20,7 @@ from penstock_frontend.processing.media.families.base import FamilyProcessor, Pr
 from penstock_frontend.processing.media.families.checkpoint import Checkpoint
 from penstock_frontend.processing.media.families.tensors import MediaProcessor
 
-_FEATURES, _MASK = "input_features", "feature_attention_mask"
+FEATURES, _MASK = "input_features", "feature_attention_mask"
 _MAX_WINDOWS = 60
 """Maximum number of windows per clip, whatever the length of the prompt. The windows are half an hour long together.
 The processor in transformers has no limit.
@@ -59,9 +59,9 @@ class Windows(NamedTuple):
         """Return the media item for the tensor ``input_features`` ``[windows, bins, steps]`` and an optional tensor
         ``feature_attention_mask`` ``[1, steps]``.
         """
-        count = tensors.taken(data, _FEATURES, (None, self.bins, self.steps)).shape[0]
+        count = tensors.taken(data, FEATURES, (None, self.bins, self.steps)).shape[0]
         if not 1 <= count <= self.max_windows:
-            raise ValueError(f"{_FEATURES} has {count} windows; an audio clip may have from 1 to {self.max_windows}")
+            raise ValueError(f"{FEATURES} has {count} windows; an audio clip may have from 1 to {self.max_windows}")
         rows = count * self.rows_of_window if self.rows_of_window else self._rows(data)
         return ProcessedItem(modality="audio", data=dict(data), num_embeds=rows)
 
@@ -153,7 +153,7 @@ class Qwen2Audio(Audio):
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         token = checkpoint.token("audio_token", "<|AUDIO|>")
-        super().__init__(checkpoint, token, _windows(checkpoint), (_FEATURES, _MASK))
+        super().__init__(checkpoint, token, windows_of(checkpoint), (FEATURES, _MASK))
 
 
 class Voxtral(Audio):
@@ -172,8 +172,8 @@ class Voxtral(Audio):
             raise ConfigError(f"{checkpoint.folder}: with this audio_config, an audio window has 0 embeddings")
         room = checkpoint.number("max_position_embeddings", checkpoint.sub_config("text_config"), default=_POSITIONS)
         most = max(min(_MAX_WINDOWS, room // rows), 1)
-        windows = _windows(checkpoint)._replace(rows_of_window=rows, max_windows=most)
-        super().__init__(checkpoint, checkpoint.token("audio_token", "[AUDIO]"), windows, (_FEATURES,))
+        windows = windows_of(checkpoint)._replace(rows_of_window=rows, max_windows=most)
+        super().__init__(checkpoint, checkpoint.token("audio_token", "[AUDIO]"), windows, (FEATURES,))
 
 
 class AudioProcessor(MediaProcessor):
@@ -197,19 +197,19 @@ class AudioProcessor(MediaProcessor):
 
     def _masked(self, samples: npt.NDArray[np.float32]) -> dict[str, TensorData]:
         given = self._extracted(samples, return_attention_mask=True, padding="max_length")
-        return tensors.from_arrays({_FEATURES: given[_FEATURES], _MASK: given["attention_mask"]})
+        return tensors.from_arrays({FEATURES: given[FEATURES], _MASK: given["attention_mask"]})
 
     def _in_windows(self, samples: npt.NDArray[np.float32]) -> dict[str, TensorData]:
         given = self._extracted(samples, padding=True, truncation=False, pad_to_multiple_of=self._windows.samples)
-        windows = given[_FEATURES].reshape(self._windows.bins, -1, self._windows.steps).swapaxes(0, 1)
-        return tensors.from_arrays({_FEATURES: windows})
+        windows = given[FEATURES].reshape(self._windows.bins, -1, self._windows.steps).swapaxes(0, 1)
+        return tensors.from_arrays({FEATURES: windows})
 
     def _extracted(self, samples: npt.NDArray[np.float32], **kwargs: Any) -> dict[str, npt.NDArray[Any]]:
         given = self._extractor(samples, sampling_rate=self._windows.sampling_rate, return_tensors="np", **kwargs)
         return {name: np.asarray(value) for name, value in given.items()}
 
 
-def _windows(checkpoint: Checkpoint) -> Windows:
+def windows_of(checkpoint: Checkpoint) -> Windows:
     """Return the format of windows from the configuration of the feature extractor. The defaults are those of its
     class.
     """

@@ -160,6 +160,7 @@ _FAMILIES: Mapping[str, str] = {
     "gemma4_unified": "gemma4:Gemma4",
     "qwen2_audio": "audio:Qwen2Audio",
     "voxtral": "audio:Voxtral",
+    "whisper": "whisper:Whisper",
 }
 """Name of the module and of the class of each family, by the model type in config.json."""
 _PIXTRAL = "pixtral:Pixtral"
