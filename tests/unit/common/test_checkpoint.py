@@ -70,13 +70,22 @@ def test_a_configuration_that_cannot_be_read(checkpoint: Path, text: str, said: 
             "the quantization of this checkpoint is not supported (hqq); supported: fp8, fbgemm_fp8, compressed-tensors, awq, "
             "gptq, mxfp4; give such a checkpoint",
         ),
-        ({"is_encoder_decoder": True}, "LlamaForCausalLM is not supported: it is an encoder-decoder model"),
+        (
+            {"is_encoder_decoder": True},
+            "LlamaForCausalLM is not supported: it is an encoder-decoder model, and of these only Whisper is supported",
+        ),
+        ({"model_type": "florence2", "text_config": {"is_encoder_decoder": True}}, "it is an encoder-decoder model"),
         ({"vision_config": {}}, "it is a multimodal or composite model (vision_config)"),
     ],
 )
 def test_an_architecture_that_is_not_served(checkpoint: Path, changes: dict[str, Any], said: str) -> None:
     configure(checkpoint, **changes)
     assert said in problem(str(checkpoint))
+
+
+def test_whisper_is_served(checkpoint: Path) -> None:
+    configure(checkpoint, model_type="whisper", is_encoder_decoder=True)
+    assert problem(str(checkpoint)) == ""
 
 
 @pytest.mark.parametrize("section", ["vision_config", "audio_config", "thinker_config"])

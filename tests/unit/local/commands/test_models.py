@@ -78,7 +78,8 @@ def test_without_a_cache_there_are_no_models(tmp_path: Path) -> None:
         ),
         (
             {**WHOLE, "config.json": b'{"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": true}'},
-            "T5ForConditionalGeneration is not supported: it is an encoder-decoder model; give a decoder-only model",
+            "T5ForConditionalGeneration is not supported: it is an encoder-decoder model, and of these only Whisper is "
+            "supported; give a decoder-only model",
         ),
         (
             {

@@ -1,5 +1,5 @@
-"""Whisper checkpoints. The decoder is served like a text model, and the encoder computes the sound at the start of each
-prompt.
+"""Whisper checkpoints, and the refusal of all other encoder-decoder models. The decoder of Whisper is served like a
+text model, and the encoder computes the sound at the start of each prompt.
 
 The first positions of a prompt stand for the sound, so that the engine schedules, caches and moves the sound like other
 media. Their number is the number of encoder outputs, rounded up to complete KV cache blocks.
@@ -8,7 +8,7 @@ media. Their number is the number of encoder outputs, rounded up to complete KV 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel, WhisperConfig, WhisperForConditionalGeneration
@@ -21,8 +21,6 @@ from penstock_enginecore.models.multimodal.families.base import Checkpoint
 from penstock_enginecore.models.multimodal.families.whisper import Whisper
 from penstock_enginecore.models.placement import place
 
-WHISPER = "whisper"
-"""Model type of the supported checkpoints."""
 ALIGNMENT = 32
 """The number of positions for a sound is a multiple of this number of tokens. Block sizes must divide the number of
 positions.
@@ -46,17 +44,22 @@ class SpeechCheckpoint:
         """Return the checkpoint of a configuration, or None for another model type.
 
         Raises ModelLoadError if the checkpoint cannot be served, or if ``with_towers``, the setting
-        ``multimodal.enabled``, is false.
+        ``multimodal.enabled``, is false. Raises ModelLoadError for other models with an encoder and a decoder.
         """
-        if not isinstance(config, WhisperConfig):
+        reason: str | None = (
+            f"{config.model_type} models are encoder-decoder models, and of these only Whisper is supported"
+        )
+        if isinstance(config, WhisperConfig):
+            reason = _unsupported(config)
+        elif not _is_encoder_decoder(config):
             return None
-        if (reason := _unsupported(config)) is not None:
-            raise refused_model(", ".join(config.architectures or ()) or WHISPER, reason)
+        if reason is not None:
+            raise refused_model(", ".join(config.architectures or ()) or config.model_type, reason)
         if not with_towers:
             raise ModelLoadError(
                 "multimodal.enabled is false, but each prompt of a Whisper model has a sound; set multimodal.enabled to true"
             )
-        return cls(config)
+        return cls(cast("WhisperConfig", config))
 
     @property
     def text_config(self) -> WhisperConfig:
@@ -114,6 +117,12 @@ class SpeechCheckpoint:
         place(towers, str(directory), device)
         checkpoint = Checkpoint(self.config, directory, max_tokens, device)
         return TowerEncoder(Whisper(towers, checkpoint), device, dtypes.computed)
+
+
+def _is_encoder_decoder(config: PretrainedConfig) -> bool:
+    """Return whether the decoder of a model, or of its text model, reads the outputs of an encoder by cross-attention."""
+    text = getattr(config, "text_config", None)
+    return any(bool(getattr(part, "is_encoder_decoder", False)) for part in (config, text))
 
 
 def _unsupported(config: WhisperConfig) -> str | None:

@@ -329,3 +329,59 @@ def test_events_are_off_unless_asked_for():
     manager = make_manager(FULL)
     start(manager, range(8))
     assert manager.take_events() == []
+
+
+# Groups that store only some positions, as the two kinds of attention of Whisper's decoder.
+
+SOUND = KVCacheGroup(layer_names=("cross",), end_block=3)
+TEXT = KVCacheGroup(layer_names=("own",), first_block=3)
+
+
+def test_each_group_has_blocks_only_where_it_stores_keys():
+    manager = make_manager(SOUND, TEXT)
+    request = start(manager, range(18))
+    sound, text = manager.block_ids(request)
+    assert [bool(block_id) for block_id in sound] == [True] * 3 + [False] * 2
+    assert [bool(block_id) for block_id in text] == [False] * 3 + [True] * 2
+    assert used(manager) == 5
+    decode(manager, request, 20)
+    assert used(manager) == 3 + 7
+    assert manager.num_blocks_for(38) == 3 + 7
+    manager.free(request)
+    assert used(manager) == 0
+
+
+@pytest.mark.parametrize("num_new", [1, 4, 11, 12, 13, 30])
+def test_a_request_starts_if_the_blocks_that_it_uses_are_free(num_new):
+    needed = -(-num_new // 4)
+    for num_blocks, fits in ((needed + 1, True), (needed, False)):
+        if num_blocks < 2:
+            continue
+        manager = make_manager(SOUND, TEXT, num_blocks=num_blocks)
+        request = make(range(40))
+        computed = manager.get_computed_blocks(request)
+        assert manager.admit(request, computed, num_new, reserve=0) is fits
+
+
+def test_another_text_finds_the_sound_and_evicted_parts_shorten_the_prefix():
+    manager = make_manager(SOUND, TEXT, num_blocks=12, events=True)
+    first = start(manager, range(22))
+    stored = [event for event in manager.take_events() if isinstance(event, BlockStored)]
+    assert sum(len(event.block_hashes) for event in stored) == 3
+    other = [*range(12), *range(50, 60)]
+    assert hit(manager, other).num_tokens == 12
+    assert hit(manager, range(22)).num_tokens == 20
+    sound, text = (list(table) for table in manager._blocks[first.key])
+    manager.free(first)
+    evict(manager, text[4])
+    assert hit(manager, range(22)).num_tokens == 0  # evict hands out every free block
+    again = start(manager, range(22))
+    text = manager._blocks[again.key][1]
+    assert hit(manager, range(18)).num_tokens == 16
+    manager.pool._by_hash[1].pop(text[3].block_hash)
+    text[3].block_hash = None
+    assert hit(manager, range(18)).num_tokens == 12
+    sound = manager._blocks[again.key][0]
+    manager.pool._by_hash[0].pop(sound[1].block_hash)
+    sound[1].block_hash = None
+    assert hit(manager, range(18)).num_tokens == 4

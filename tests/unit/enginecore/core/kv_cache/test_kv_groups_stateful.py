@@ -20,12 +20,20 @@ from tests.fakes.engines.engine_lives import LIVES
 
 MAX_LEN = 40
 MAX_STEP = 12
-GROUPS = st.builds(
+WINDOWS = st.builds(
     KVCacheGroup,
     layer_names=st.just(("layer",)),
     sliding_window=st.sampled_from([None, None, 1, 2, 5, 9]),
     attention_chunk=st.sampled_from([None, None, None, 1, 6, 8]),
 )
+PARTS = st.builds(
+    KVCacheGroup,
+    layer_names=st.just(("layer",)),
+    first_block=st.sampled_from([0, 0, 1, 3]),
+    end_block=st.sampled_from([None, 1, 2, 5]),
+)
+"""Groups that store only some positions."""
+GROUPS = st.one_of(WINDOWS, WINDOWS, PARTS)
 
 
 class GroupsMachine(RuleBasedStateMachine):
@@ -78,11 +86,14 @@ class GroupsMachine(RuleBasedStateMachine):
         tables = [[block.block_id for block in table] for table in computed.blocks]
         self.check_keys(request, tables)
         if computed.num_tokens < computed.num_blocks * self.block_size:
-            assert all(table[-1] for table in tables)  # the last token is written again
+            last = computed.num_blocks - 1
+            for table, group in zip(tables, self.groups, strict=True):
+                assert bool(table[-1]) is (last in group.indices(0, last + 1))  # the last token is written again
 
     def has(self, request, number, length, num_tokens):
         first = self.groups[number].first_key(num_tokens) // self.block_size
-        return all(self.manager.pool.get(h, number) for h in request.block_hashes[first:length])
+        needed = self.groups[number].indices(first, length)
+        return all(self.manager.pool.get(request.block_hashes[index], number) for index in needed)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), count=st.integers(1, MAX_STEP), lag=st.integers(0, MAX_STEP))
@@ -111,7 +122,9 @@ class GroupsMachine(RuleBasedStateMachine):
         for number, table in enumerate(tables):
             for position in range(request.num_computed_tokens, end):
                 block_id = table[position // self.block_size]
-                assert block_id
+                assert bool(block_id) is self.stores(number, position)
+                if not block_id:
+                    continue
                 self.written[block_id, position % self.block_size] = (
                     number,
                     tuple(request.all_token_ids[: position + 1]),
@@ -121,10 +134,18 @@ class GroupsMachine(RuleBasedStateMachine):
         if self.manager.has_windows:
             self.manager.free_out_of_window(request, max(end - lag, 0))
 
+    def stores(self, number, position):
+        """Whether a group stores the keys of a position."""
+        index = position // self.block_size
+        return index in self.groups[number].indices(0, index + 1)
+
     def check_keys(self, request, tables):
-        """Every key that the next query sees is there."""
+        """Every key that the group stores and the next query sees is there."""
         for number, group in enumerate(self.groups):
             for position in range(group.first_key(request.num_computed_tokens), request.num_computed_tokens):
+                if not self.stores(number, position):
+                    assert tables[number][position // self.block_size] == 0
+                    continue
                 slot = tables[number][position // self.block_size], position % self.block_size
                 assert self.written[slot] == (number, tuple(request.all_token_ids[: position + 1]))
 
@@ -188,7 +209,8 @@ class GroupsMachine(RuleBasedStateMachine):
             else:
                 assert isinstance(event, AllBlocksCleared)
                 self.followed.clear()
-        told = next((number for number, group in enumerate(self.groups) if not group.is_windowed), 0)
+        whole = [number for number, group in enumerate(self.groups) if not group.is_windowed and not group.first_block]
+        told = next(iter(whole), 0)
         assert self.followed == set(self.manager.pool._by_hash[told])
 
     @rule()

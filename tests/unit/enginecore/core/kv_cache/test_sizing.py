@@ -180,3 +180,28 @@ def test_layers_of_a_drafter_have_memory_of_their_own_in_every_group():
     ]
     # Two tensors of the model, of which the second one has only one layer, and one tensor of the drafter.
     assert block_bytes(specs, groups) == 3 * SPEC.page_size_bytes
+
+
+# Layers that store only some positions.
+
+CROSS = msgspec.structs.replace(SPEC, end_position=90)
+OWN = msgspec.structs.replace(SPEC, first_position=96)
+PARTS = {"cross.0": CROSS, "cross.1": CROSS, "own.0": OWN, "own.1": OWN}
+
+
+def test_layers_with_other_positions_are_groups_of_their_own_and_need_only_the_blocks_they_store():
+    config = size(17 * BLOCK_BYTES, specs=PARTS, model=500)
+    assert [(group.layer_names, group.first_block, group.end_block) for group in config.groups] == [
+        (("cross.0", "cross.1"), 0, 6),
+        (("own.0", "own.1"), 6, None),
+    ]
+    # 6 blocks of sound and 10 blocks of text, and the null block
+    assert config.max_model_len == 16 * 16
+
+
+def test_a_pool_without_room_for_the_shortest_sequence_says_what_to_change():
+    sizes = {"requested_max_model_len": None, "model_max_len": 500, "max_tokens_in_flight": 32, "min_model_len": 98}
+    with pytest.raises(ConfigError, match=r"no request fits; set cache.kv_cache_memory to at least") as e:
+        size_kv_cache(PARTS, 7 * BLOCK_BYTES, CacheConfig(), **sizes)
+    advised = parse_bytes(str(e.value).split("at least ")[1].split(",")[0])
+    assert size_kv_cache(PARTS, advised, CacheConfig(), **sizes).max_model_len == 7 * 16

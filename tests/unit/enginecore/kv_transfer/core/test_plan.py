@@ -53,18 +53,24 @@ def test_of_a_window_what_the_next_query_sees_is_brought():
     assert plan.missing == [*(BlockName(0, h) for h in HASHES[:6]), *(BlockName(1, h) for h in HASHES[5:6])]
 
 
+PARTS = st.builds(
+    KVCacheGroup,
+    layer_names=st.just(("part",)),
+    first_block=st.integers(0, 4),
+    end_block=st.none() | st.integers(1, 6),
+)
+"""Groups that store only some positions."""
 NAMES = st.sets(st.builds(BlockName, st.integers(0, 2), st.sampled_from(HASHES)))
 
 
 @given(
-    windows=st.lists(st.sampled_from([None, 1, 3, 5, 9, 14]), min_size=1, max_size=3),
+    groups=st.lists(st.sampled_from([None, 1, 3, 5, 9, 14]).map(group) | PARTS, min_size=1, max_size=3),
     here=NAMES,
     elsewhere=NAMES,
     num_hashes=st.integers(0, 8),
     rest=st.integers(0, 3),
 )
-def test_it_is_what_a_pool_with_both_would_find(windows, here, elsewhere, num_hashes, rest):
-    groups = [group(window) for window in windows]
+def test_it_is_what_a_pool_with_both_would_find(groups, here, elsewhere, num_hashes, rest):
     here = {name for name in here if name.group < len(groups)}
     elsewhere = {name for name in elsewhere if name.group < len(groups)}
     hashes = HASHES[:num_hashes]
