@@ -5,6 +5,7 @@ computes from the encoder's outputs. Every token of text attends to the whole so
 values only for tokens of text. Positions of sounds pass through no other part of the layers.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,8 +20,6 @@ from penstock_enginecore.forward.modules import copy_weights, module_bytes, modu
 from penstock_enginecore.models.loader import LoadedModel
 
 _CROSS, _OWN = "encoder_attn", "self_attn"
-_UNSCALED = AttentionParams(scaling=1.0)
-"""Parameters of attention. Whisper scales queries before attention."""
 
 
 def speech_specs(model: LoadedModel, block_size: int) -> dict[str, KVCacheSpec]:
@@ -116,8 +115,64 @@ def split_step(positions: IntArray, cross: AttentionMetadata, own: AttentionMeta
     )
 
 
+Linear = Callable[[torch.Tensor], torch.Tensor]
+
+
+class _Norm:
+    """Layer norm of a module, called without the module's hooks."""
+
+    def __init__(self, norm: Any) -> None:
+        self._arguments = norm.normalized_shape, norm.weight, norm.bias, norm.eps
+
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        return torch.layer_norm(states, *self._arguments)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """Functions and KV caches of a decoder layer. A step of one token takes long to call modules with hooks, so the
+    functions are the modules' own ``forward`` methods.
+    """
+
+    own_norm: _Norm
+    qkv: Linear
+    own_output: Linear
+    cross_norm: _Norm
+    query: Linear
+    key: Linear
+    value: Linear
+    cross_output: Linear
+    norm: _Norm
+    up: Linear
+    activation: Linear
+    down: Linear
+    own_cache: KVCache
+    cross_cache: KVCache
+
+    @classmethod
+    def of(cls, layer: Any, own_cache: KVCache, cross_cache: KVCache) -> "_Layer":
+        """Return the functions of transformers' module ``layer``."""
+        own, cross = layer.self_attn, layer.encoder_attn
+        return cls(
+            own_norm=_Norm(layer.self_attn_layer_norm),
+            qkv=own.qkv_proj.forward,
+            own_output=own.out_proj.forward,
+            cross_norm=_Norm(layer.encoder_attn_layer_norm),
+            query=cross.q_proj.forward,
+            key=cross.k_proj.forward,
+            value=cross.v_proj.forward,
+            cross_output=cross.out_proj.forward,
+            norm=_Norm(layer.final_layer_norm),
+            up=layer.fc1.forward,
+            activation=layer.activation_fn.forward,
+            down=layer.fc2.forward,
+            own_cache=own_cache,
+            cross_cache=cross_cache,
+        )
+
+
 class SpeechForward:
-    """``ForwardPass`` of Whisper's decoder that calls transformers' modules for everything except attention."""
+    """``ForwardPass`` of Whisper's decoder that calls the functions of transformers' modules, except for attention."""
 
     separate_head = False
 
@@ -143,9 +198,11 @@ class SpeechForward:
         self._dtype = model.dtype
         self._backend = backend
         self._packed_bytes = packed_bytes
-        self._shape = SoundShape(model.sound_positions, int(self._module.config.max_source_positions))
-        self._cross: list[KVCache] = []
-        self._own: list[KVCache] = []
+        config = self._module.config
+        self._shape = SoundShape(model.sound_positions, int(config.max_source_positions))
+        self._num_heads = int(config.decoder_attention_heads)
+        self._params = AttentionParams(scaling=(config.d_model // self._num_heads) ** -0.5)
+        self._layers: list[_Layer] = []
         self._groups = (0, 0)
 
     @property
@@ -154,11 +211,14 @@ class SpeechForward:
         return module_bytes(self._module) + self._packed_bytes
 
     def bind(self, caches: LayerCaches) -> None:
-        """Use the KV caches ``caches`` from now on. The keys of ``caches`` are the names of the attention modules."""
-        layers = range(len(self._decoder.layers)) if caches else range(0)
-        cross, own = ([caches[_name(i, kind)] for i in layers] for kind in (_CROSS, _OWN))
-        self._cross, self._own = [each.cache for each in cross], [each.cache for each in own]
-        self._groups = (cross[0].group, own[0].group) if caches else (0, 0)
+        """Use the KV caches ``caches``, and the weights that the modules have now, from now on. The keys of ``caches``
+        are the names of the attention modules.
+        """
+        self._layers, self._groups = [], (0, 0)
+        for number, layer in enumerate(self._decoder.layers if caches else ()):
+            cross, own = caches[_name(number, _CROSS)], caches[_name(number, _OWN)]
+            self._layers.append(_Layer.of(layer, own.cache, cross.cache))
+            self._groups = (cross.group, own.group)
 
     def embed(self, token_ids: IntArray) -> torch.Tensor:
         """Return the embeddings of ``token_ids``, without the embeddings of positions."""
@@ -201,16 +261,13 @@ class SpeechForward:
 
     def _hear(self, sound: torch.Tensor, step: SplitStep) -> None:
         """Store the keys and values of positions of sounds, whose encoder outputs are ``sound`` ``[positions, width]``."""
-        table = np.zeros((1, 1), dtype=np.int32)
-        count = len(step.sound_slots)
-        plan = self._backend.plan(
-            AttentionMetadata(np.array([0, count]), np.array([count]), table, step.sound_slots, step.own.block_size),
-            self.device,
+        count, table = len(step.sound_slots), np.zeros((1, 1), dtype=np.int32)
+        metadata = AttentionMetadata(
+            np.array([0, count]), np.array([count]), table, step.sound_slots, step.own.block_size
         )
-        for layer, cache in zip(self._decoder.layers, self._cross, strict=True):
-            attention = layer.encoder_attn
-            keys, values = (_heads(linear(sound), attention) for linear in (attention.k_proj, attention.v_proj))
-            self._backend.write(cache, plan, keys, values)
+        plan = self._backend.plan(metadata, self.device)
+        for layer in self._layers:
+            self._backend.write(layer.cross_cache, plan, self._heads(layer.key(sound)), self._heads(layer.value(sound)))
 
     def _read(self, embedded: torch.Tensor, positions: IntArray, step: SplitStep) -> torch.Tensor:
         """Return the hidden states of the tokens of text, ``[tokens, width]``, after the last layer."""
@@ -220,26 +277,23 @@ class SpeechForward:
         places = to_device(positions - self._shape.positions, self.device)
         hidden = embedded + decoder.embed_positions.weight[places].to(self._dtype)
         own, cross = (backend.plan(metadata, self.device) for metadata in (step.own, step.cross))
-        for layer, own_cache, cross_cache in zip(decoder.layers, self._own, self._cross, strict=True):
-            hidden = hidden + self._attend_own(layer, layer.self_attn_layer_norm(hidden), own_cache, own)
-            hidden = hidden + self._attend_cross(layer, layer.encoder_attn_layer_norm(hidden), cross_cache, cross)
-            hidden = hidden + layer.fc2(layer.activation_fn(layer.fc1(layer.final_layer_norm(hidden))))
+        for layer in self._layers:
+            hidden += self._attend_own(layer, layer.own_norm(hidden), own)
+            hidden += self._attend_cross(layer, layer.cross_norm(hidden), cross)
+            hidden += layer.down(layer.activation(layer.up(layer.norm(hidden))))
         return hidden
 
-    def _attend_own(self, layer: Any, inputs: torch.Tensor, cache: KVCache, plan: StepPlan) -> torch.Tensor:
-        attention = layer.self_attn
-        query = _heads(attention.q_proj(inputs) * attention.scaling, attention)
-        keys, values = (_heads(linear(inputs), attention) for linear in (attention.k_proj, attention.v_proj))
-        self._backend.write(cache, plan, keys, values)
-        seen = self._backend.attend(query, keys, values, cache, plan, _UNSCALED)
-        return cast("torch.Tensor", attention.out_proj(seen.flatten(1)))
+    def _attend_own(self, layer: _Layer, inputs: torch.Tensor, plan: StepPlan) -> torch.Tensor:
+        query, keys, values = map(self._heads, layer.qkv(inputs).chunk(3, dim=1))
+        self._backend.write(layer.own_cache, plan, keys, values)
+        seen = self._backend.attend(query, keys, values, layer.own_cache, plan, self._params)
+        return layer.own_output(seen.flatten(1))
 
-    def _attend_cross(self, layer: Any, inputs: torch.Tensor, cache: KVCache, plan: StepPlan) -> torch.Tensor:
-        attention = layer.encoder_attn
-        query = _heads(attention.q_proj(inputs) * attention.scaling, attention)
+    def _attend_cross(self, layer: _Layer, inputs: torch.Tensor, plan: StepPlan) -> torch.Tensor:
+        query = self._heads(layer.query(inputs))
         # The keys and values of the sound are only in the cache. From the arguments, backends take the shapes alone.
-        seen = self._backend.attend(query, query, query, cache, plan, _UNSCALED)
-        return cast("torch.Tensor", attention.out_proj(seen.flatten(1)))
+        seen = self._backend.attend(query, query, query, layer.cross_cache, plan, self._params)
+        return layer.cross_output(seen.flatten(1))
 
     def _logits(self, hidden: torch.Tensor, rows: IntArray, step: SplitStep, num_tokens: int) -> torch.Tensor:
         """Return logits for the tokens with the indices ``rows`` in the flat batch of ``num_tokens`` tokens."""
@@ -259,7 +313,6 @@ class SpeechForward:
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
         return cast("torch.Tensor", self._module.proj_out(self._decoder.layer_norm(hidden)))
 
-
-def _heads(states: torch.Tensor, attention: Any) -> torch.Tensor:
-    """Return ``states`` ``[tokens, width]`` as ``[tokens, heads, head size]``."""
-    return states.view(len(states), attention.num_heads, attention.head_dim)
+    def _heads(self, states: torch.Tensor) -> torch.Tensor:
+        """Return ``states`` ``[tokens, width]`` as ``[tokens, heads, head size]``."""
+        return states.unflatten(1, (self._num_heads, -1))

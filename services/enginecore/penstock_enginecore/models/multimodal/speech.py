@@ -103,10 +103,14 @@ class SpeechCheckpoint:
         return make(config, attn_implementation=_ENCODER_ATTENDS, **options)
 
     def separate(self, whole: Any) -> Separated:
-        """Remove the encoder from ``whole``, and return the decoder and the encoder."""
+        """Remove the encoder from ``whole``, and return the decoder and the encoder. In the decoder's layers, one linear
+        layer ``qkv_proj`` replaces the three that compute queries, keys and values of text.
+        """
         towers = torch.nn.Module()
         towers.encoder = whole.model.encoder
         del whole.model._modules["encoder"]
+        for layer in whole.model.decoder.layers:
+            _join_projections(layer.self_attn)
         return Separated(whole, towers)
 
     def encoder(
@@ -117,6 +121,20 @@ class SpeechCheckpoint:
         place(towers, str(directory), device)
         checkpoint = Checkpoint(self.config, directory, max_tokens, device)
         return TowerEncoder(Whisper(towers, checkpoint), device, dtypes.computed)
+
+
+@torch.no_grad()
+def _join_projections(attention: Any) -> None:
+    """Replace the projections of an attention module by one linear layer. Its outputs are the queries, the keys and the
+    values.
+    """
+    parts = [attention._modules.pop(name) for name in ("q_proj", "k_proj", "v_proj")]
+    weight = torch.cat([part.weight for part in parts])
+    bias = torch.cat([torch.zeros_like(parts[0].bias) if part.bias is None else part.bias for part in parts])
+    joined = torch.nn.Linear(weight.shape[1], weight.shape[0], device="meta")
+    joined.weight = torch.nn.Parameter(weight, requires_grad=False)
+    joined.bias = torch.nn.Parameter(bias, requires_grad=False)
+    attention.qkv_proj = joined
 
 
 def _is_encoder_decoder(config: PretrainedConfig) -> bool:
