@@ -211,8 +211,8 @@ def test_another_engine_resumes_with_the_blocks_of_the_sound(case: Case, monkeyp
         assert target.core.scheduler.stats().media.encoded_embeds == 0
 
 
-def test_an_english_only_checkpoint_and_other_bins(tmp_path: Path) -> None:
-    model = save_speech_model(tmp_path, english_only=True, num_mel_bins=128, scale_embedding=False)
+def test_an_english_only_checkpoint_with_fewer_decoder_layers_and_more_bins(tmp_path: Path) -> None:
+    model = save_speech_model(tmp_path, english_only=True, num_mel_bins=128, decoder_layers=1)
     prompt = SpeechPrompts(tmp_path, model).make(make_sound(2.0, 3), "<|startoftranscript|><|notimestamps|>")
     expected = prompt.expected(6)
     assert run(build_engine(tmp_path, cache={"block_size": 16}), [prompt.request("a", 6)]).tokens["a"] == expected
@@ -266,13 +266,26 @@ def test_settings_that_do_not_work_are_refused_by_name(case: Case, sections: Any
         check_speech(config_of(case.path, **sections), "generate")
 
 
-def test_a_pooling_task_and_an_engine_without_media_are_refused(case: Case) -> None:
+def test_weights_of_8_bits_change_log_probabilities_only_a_little(case: Case) -> None:
+    engine = case.engine(model={"quantization": "int8"})
+    [info] = engine.executor.collective_rpc("worker_info")
+    assert "int8 weights" in info["computing"]
+    found = run(engine, case.requests(["short"], logprobs=0))
+    tokens, prompt = found.tokens["short"], case.prompts["short"]
+    logits = prompt.logits(tokens)[len(prompt.text) - 1 : -1].log_softmax(-1)
+    wanted = [float(row[token]) for row, token in zip(logits, tokens, strict=True)]
+    assert list(found.logprobs["short"].logprobs) == pytest.approx(wanted, abs=0.3)
+
+
+def test_a_pooling_task_and_other_settings_are_refused(case: Case) -> None:
     with pytest.raises(ConfigError, match="model.task is 'embed'.* set it to 'generate'"):
         build_engine(case.path, model={"task": "embed"})
     with pytest.raises(
         ModelLoadError, match="each prompt of a Whisper model has a sound; set multimodal.enabled to true"
     ):
         build_engine(case.path, multimodal={"enabled": False})
+    with pytest.raises(ModelLoadError, match="kernels.batch_invariant is true, but only the CPU kernels' decoder"):
+        case.engine(kernels={"batch_invariant": True})
     with pytest.raises(ConfigError, match="so no request fits; set cache.kv_cache_memory to at least"):
         case.engine(cache={"num_blocks": 90})
 

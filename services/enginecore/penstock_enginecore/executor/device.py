@@ -67,19 +67,21 @@ def resolve_device(name: str, worker: int, devices: Sequence[int] = (), dev: Pat
     return torch.device("cpu")
 
 
-def step_tokens(device: torch.device) -> int:
+def step_tokens(device: torch.device, sound_positions: int = 0) -> int:
     """Return the largest useful number of tokens in a step on ``device``. With more tokens in a step, the device does
-    not compute more tokens per second.
+    not compute more tokens per second. If prompts begin with ``sound_positions`` positions for a sound, which take far
+    less time than other tokens, the number is larger on CPUs.
     """
-    return _CPU_STEP_TOKENS if device.type == "cpu" else STEP_TOKENS
+    return _CPU_STEP_TOKENS if device.type == "cpu" and not sound_positions else STEP_TOKENS
 
 
-def prompt_batch_tokens(device: torch.device) -> int:
-    """Return the largest useful number of prompt tokens in a step on ``device``, or 0 for no limit.
+def prompt_batch_tokens(device: torch.device, sound_positions: int = 0) -> int:
+    """Return the largest useful number of prompt tokens in a step on ``device``, or 0 for no limit. A prompt begins
+    with ``sound_positions`` positions for a sound.
 
     More prompt tokens in a step only delay the first output tokens of their requests.
     """
-    return _CPU_PROMPT_BATCH_TOKENS if device.type == "cpu" else 0
+    return _CPU_PROMPT_BATCH_TOKENS + 2 * sound_positions if device.type == "cpu" else 0
 
 
 def _too_old(rank: int) -> str:

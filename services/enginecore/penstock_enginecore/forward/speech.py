@@ -275,7 +275,7 @@ class SpeechForward:
         if step.text is not None:
             embedded, positions = embedded[to_device(step.text, self.device)], positions[step.text]
         places = to_device(positions - self._shape.positions, self.device)
-        hidden = embedded + decoder.embed_positions.weight[places].to(self._dtype)
+        hidden: torch.Tensor = embedded + decoder.embed_positions.weight[places].to(self._dtype)
         own, cross = (backend.plan(metadata, self.device) for metadata in (step.own, step.cross))
         for layer in self._layers:
             hidden += self._attend_own(layer, layer.own_norm(hidden), own)
@@ -315,4 +315,4 @@ class SpeechForward:
 
     def _heads(self, states: torch.Tensor) -> torch.Tensor:
         """Return ``states`` ``[tokens, width]`` as ``[tokens, heads, head size]``."""
-        return states.unflatten(1, (self._num_heads, -1))
+        return states.view(len(states), self._num_heads, -1)

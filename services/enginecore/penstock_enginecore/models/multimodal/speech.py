@@ -63,10 +63,12 @@ class SpeechCheckpoint:
 
     @property
     def text_config(self) -> WhisperConfig:
+        """Configuration of the decoder, which is that of the checkpoint."""
         return self.config
 
     @property
     def text_class(self) -> type[PreTrainedModel]:
+        """Class of the model in transformers."""
         return WhisperForConditionalGeneration
 
     @property
