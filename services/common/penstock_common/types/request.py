@@ -71,6 +71,7 @@ class PoolingTask(enum.IntEnum):
     SCORE = 3
     TOKEN_EMBED = 4
     TOKEN_CLASSIFY = 5
+    SPARSE_EMBED = 6
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -90,7 +91,8 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 class Vectors(msgspec.Struct, frozen=True):
     """Result of a pooling request: float32, row-major, little-endian.
 
-    ``shape`` is ``(n,)``, or ``(tokens, n)`` for tasks that return one vector per token.
+    ``shape`` is ``(n,)``, or ``(tokens, n)`` for tasks that return one vector per token. For sparse embeddings it is
+    ``(2, n)``: token IDs in ascending order, and their weights.
     """
 
     shape: tuple[int, ...]
@@ -142,6 +144,10 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     """
     second_text_start: int | None = None
     """First position, in the prompt, of the second text of a pair. None if the prompt is a single text."""
+    unattended_start: int | None = None
+    """First position, in the prompt, of a query's expansion tokens, to which no token attends. None if all tokens attend
+    to each other. Only for encoder models.
+    """
     prompt_embeds: PromptEmbeds | None = None
     """Prompt embeddings for some or all positions of the prompt, or None."""
     mm_features: list[MultiModalFeature] = []

@@ -14,10 +14,12 @@ class PoolingLimits(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         tasks: Pooling tasks that the model supports.
         embedding_size: Number of dimensions of the model's embeddings, or 0 if the model makes no embeddings.
+        limits_attention: Whether requests may set ``unattended_start``.
     """
 
     tasks: frozenset[PoolingTask]
     embedding_size: int = 0
+    limits_attention: bool = False
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -52,6 +54,18 @@ def validate_pooling(request: EngineCoreRequest, served: PoolingLimits | None, m
         raise InvalidArgument(
             f"second_text_start is {start}; it must be inside the prompt of {length} tokens", field="second_text_start"
         )
+    unattended = request.unattended_start
+    if unattended is not None and (served is None or not served.limits_attention):
+        raise InvalidArgument(
+            f"unattended_start is {unattended}, but only embedding models with bidirectional attention can hide expansion "
+            "tokens from other tokens",
+            field="unattended_start",
+        )
+    if unattended is not None and not 0 < unattended < length:
+        raise InvalidArgument(
+            f"unattended_start is {unattended}; it must be inside the prompt of {length} tokens",
+            field="unattended_start",
+        )
 
 
 def refuse_generation(served: PoolingLimits) -> None:
@@ -74,12 +88,12 @@ def _check_task(task: PoolingTask, served: PoolingLimits | None) -> None:
 
 
 def _check_params(params: PoolingParams, embedding_size: int) -> None:
+    if not params.use_activation and params.task in (*_EMBEDS, PoolingTask.SPARSE_EMBED):
+        raise InvalidArgument(
+            f"pooling_params.use_activation is false, but the task {params.task.name.lower()} does not use this field",
+            field="pooling_params.use_activation",
+        )
     if params.task in _EMBEDS:
-        if not params.use_activation:
-            raise InvalidArgument(
-                f"pooling_params.use_activation is false, but the task {params.task.name.lower()} does not use this field",
-                field="pooling_params.use_activation",
-            )
         if params.dimensions is not None and not 1 <= params.dimensions <= embedding_size:
             raise InvalidArgument(
                 f"pooling_params.dimensions is {params.dimensions}; it must be at least 1 and at most {embedding_size}",

@@ -236,6 +236,7 @@ class Request:
         "status",
         "stop_reason",
         "stop_token_ids",
+        "unattended_start",
         "unsettled",
         "valid_from_step",
         "wave",
@@ -257,6 +258,7 @@ class Request:
         self.sampling_params: SamplingParams = request.sampling_params
         self.pooling_params: PoolingParams | None = request.pooling_params
         self.second_text_start = request.second_text_start
+        self.unattended_start = request.unattended_start
         self.prompt_embeds = request.prompt_embeds
         self.mm_features = request.mm_features
         self.media_end = request.mm_features[-1].end if request.mm_features else 0

@@ -46,6 +46,7 @@ class PoolingRequest:
 
     Attributes:
         token_types: 1 for each token of the second text of a pair, otherwise 0.
+        num_attended: Number of leading tokens to which the tokens attend.
         digest: Digest of the request's LoRA adapter, or empty if the request has no adapter.
     """
 
@@ -53,6 +54,7 @@ class PoolingRequest:
     params: PoolingParams
     token_ids: IntArray
     token_types: IntArray
+    num_attended: int
     block_ids: list[list[int]]
     num_computed: int
     digest: bytes = b""
@@ -76,6 +78,7 @@ class PoolingRequest:
             params=new.pooling_params,
             token_ids=token_ids,
             token_types=token_types,
+            num_attended=len(token_ids) if new.unattended_start is None else new.unattended_start,
             block_ids=[list(ids) for ids in new.block_ids],
             num_computed=new.num_computed_tokens,
             digest=b"" if new.lora is None else new.lora.digest,
@@ -155,6 +158,7 @@ class PoolingBatch:
             positions=np.concatenate([np.arange(c.start, c.end) for c in chunks]),
             token_types=np.concatenate([c.request.token_types[c.start : c.end] for c in chunks]),
             query_start_loc=query_start_loc,
+            num_attended=np.array([c.request.num_attended for c in chunks], dtype=np.int64),
             attention=[_metadata(chunks, query_start_loc, g, self._block_size) for g in range(self._num_groups)],
             segments=segments_of([c.request.key for c in chunks], digests, query_start_loc),
         )

@@ -51,6 +51,8 @@ class BackboneBatch:
         positions: Positions of the tokens in their prompts.
         token_types: For encoder models, 1 for tokens of the second text of a pair, otherwise 0.
         query_start_loc: int64 ``[prompts + 1]``: index of the first token of each prompt, and the number of tokens.
+        num_attended: For encoder models, int64 ``[prompts]``: number of leading tokens of each prompt to which its tokens
+            attend. None: the tokens of a prompt attend to each other.
         attention: Attention metadata of each KV cache group.
         segments: Ranges of tokens with LoRA adapters.
         embedded: Media input of decoders, as in ``ForwardBatch``.
@@ -64,6 +66,7 @@ class BackboneBatch:
     positions: IntArray
     token_types: IntArray
     query_start_loc: IntArray
+    num_attended: IntArray | None = None
     attention: Sequence[AttentionMetadata] = ()
     segments: Sequence[LoraSegment] = ()
     embedded: torch.Tensor | None = None
@@ -169,7 +172,7 @@ class Backbone:
         """Return hidden states ``[tokens, hidden size]`` after the last layer's norm."""
         context: AttentionContext
         if self._model.is_encoder:
-            context = EncoderContext(batch.query_start_loc, self.device)
+            context = EncoderContext(batch.query_start_loc, self.device, batch.num_attended)
         else:
             plans = [self._backend.plan(metadata, self.device) for metadata in batch.attention]
             context = StepContext(self._backend, self._caches, plans)

@@ -207,23 +207,25 @@ def _unsupported_call(call: AttentionCall, config: PretrainedConfig) -> str | No
 class EncoderContext:
     """Attention context for complete prompts, one after the other in the flat batch.
 
-    Prompts of equal length are computed together. Windows are symmetric, as in transformers' encoders: a token attends
-    to ``sliding_window - 1`` tokens on each side.
+    Prompts of equal length and with an equal number of attended tokens are computed together. Windows are symmetric, as in
+    transformers' encoders: a token attends to ``sliding_window - 1`` tokens on each side.
     """
 
-    def __init__(self, query_start_loc: IntArray, device: torch.device) -> None:
+    def __init__(self, query_start_loc: IntArray, device: torch.device, num_attended: IntArray | None = None) -> None:
         """Prepare the context for prompts whose first tokens have the indices ``query_start_loc`` ``[prompts + 1]``.
-        The last index is the end of the batch.
+        The last index is the end of the batch. The tokens of a prompt attend to its first ``num_attended`` ``[prompts]``
+        tokens, or to all its tokens if this argument is None.
         """
         self._device = device
         starts, lengths = query_start_loc[:-1], np.diff(query_start_loc)
-        self._rows: list[torch.Tensor] = []
-        """Indices of tokens in the flat batch, ``[prompts, length]``. There is one tensor for all prompts of the same
-        length.
+        self._groups: list[tuple[torch.Tensor, int]] = []
+        """Indices of tokens in the flat batch, ``[prompts, length]``, and the number of attended tokens of each prompt.
+        There is one entry for all prompts for which both numbers are equal.
         """
-        for length in np.unique(lengths):
-            rows = starts[lengths == length][:, None] + np.arange(length)
-            self._rows.append(torch.from_numpy(rows).to(device))
+        kinds = np.stack([lengths, lengths if num_attended is None else num_attended])
+        for length, attended in np.unique(kinds, axis=1).T.tolist():
+            rows = starts[(kinds[0] == length) & (kinds[1] == attended)][:, None] + np.arange(length)
+            self._groups.append((torch.from_numpy(rows).to(device), attended))
         self._masks: dict[tuple[int, int], torch.Tensor] = {}
         self._shared_biases: dict[int, torch.Tensor] = {}
         """Parts of relative biases that all layers share, by prompt length."""
@@ -231,20 +233,21 @@ class EncoderContext:
     def attend(self, call: "AttentionCall") -> torch.Tensor:
         """Return the attention output ``[tokens, num_heads, head_size_v]`` of every prompt over its own tokens."""
         output = call.query.new_empty(*call.query.shape[:2], call.value.shape[2])
-        for rows in self._rows:
+        for rows, attended in self._groups:
             # [prompts, heads, length, head size]
-            q, k, v = (x[rows].transpose(1, 2) for x in (call.query, call.key, call.value))
+            q = call.query[rows].transpose(1, 2)
+            k, v = (x[rows[:, :attended]].transpose(1, 2) for x in (call.key, call.value))
             bias: RelativeBias | None = call.extra.get(BIAS_ARGUMENT)
             mask = self._mask(rows.shape[1], call.params.sliding_window) if bias is None else self._bias(bias, rows)
-            attended = scaled_dot_product_attention(
+            result = scaled_dot_product_attention(
                 q,
                 k,
                 v,
-                attn_mask=mask,
+                attn_mask=None if mask is None else mask[..., :attended],
                 scale=call.params.scaling,
                 enable_gqa=q.shape[1] != k.shape[1],
             )
-            output[rows] = attended.transpose(1, 2)
+            output[rows] = result.transpose(1, 2)
         return output
 
     def _mask(self, length: int, window: int | None) -> torch.Tensor | None:

@@ -39,8 +39,9 @@ _UNLIMITED = 2**31
 
 @dataclass(frozen=True, slots=True)
 class DenseConfig:
-    """Configuration of a linear layer after pooling: the directory with the layer's weights, and the torch activation
-    after the layer.
+    """Configuration of a linear layer for pooled vectors or for tokens: the directory with the layer's weights, and the
+    torch activation after the layer. If ``use_residual`` is true, the layer adds its input, or another linear layer of the
+    input if the sizes differ, to its output.
     """
 
     directory: Path
@@ -48,6 +49,7 @@ class DenseConfig:
     out_features: int
     bias: bool
     activation: str
+    use_residual: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,7 @@ def read_pooling_config(directory: Path, *, is_encoder: bool, classifies: bool =
     return PoolingConfig(
         modes=_modes(steps[1][1] / "config.json", directory),
         normalize=kinds[-1] == "Normalize",
-        dense=tuple(_dense(folder) for kind, folder in steps if kind == "Dense"),
+        dense=tuple(read_dense(folder) for kind, folder in steps if kind == "Dense"),
         max_seq_length=_max_seq_length(steps[0][1]),
     )
 
@@ -104,6 +106,14 @@ def named_activation(directory: Path, config: PretrainedConfig) -> str | None:
     older: Any = getattr(config, "sentence_transformers", None) or {}
     found: Any = _settings(directory).get("activation_fn") or older.get("activation_fn")
     return found or getattr(config, "sbert_ce_default_activation_function", None)
+
+
+def module_folders(directory: Path) -> list[tuple[str, Path]]:
+    """Return the kind and the folder of each module of sentence-transformers, without a check of the kinds. Raises
+    ModelLoadError if ``modules.json`` cannot be read.
+    """
+    modules = _read(directory / "modules.json", list)
+    return [(str(m.get("type", "")).rpartition(".")[2], directory / m.get("path", "")) for m in modules]
 
 
 def _kind(module: Mapping[str, Any]) -> str:
@@ -140,23 +150,28 @@ def _settings(directory: Path) -> dict[str, Any]:
     return dict(_read(file, dict)) if file.is_file() else {}
 
 
-def _dense(folder: Path) -> DenseConfig:
+def read_dense(folder: Path, *, of_tokens: bool = False) -> DenseConfig:
+    """Return the configuration of a linear layer. If ``of_tokens`` is true, the layer is applied to the hidden states of
+    tokens and not to pooled vectors. Raises ModelLoadError, with the file and the value, if a value is not supported.
+    """
     file = folder / "config.json"
     config = _read(file, dict)
     activation = str(config.get("activation_function") or "Identity").rpartition(".")[2]
     if activation not in _ACTIVATIONS:
         raise ModelLoadError(f"{file}: activation_function is {activation!r}; supported: {', '.join(_ACTIVATIONS)}")
-    if config.get("use_residual"):
+    if config.get("use_residual") and not of_tokens:
         raise ModelLoadError(f"{file}: use_residual is true, which is not supported")
     for key in ("module_input_name", "module_output_name"):
-        if config.get(key) not in (None, "sentence_embedding"):
-            raise ModelLoadError(f"{file}: {key} is {config[key]!r}; supported: 'sentence_embedding'")
+        supported = "token_embeddings" if of_tokens else "sentence_embedding"
+        if config.get(key) not in (None, supported):
+            raise ModelLoadError(f"{file}: {key} is {config[key]!r}; supported: {supported!r}")
     return DenseConfig(
         directory=folder,
         in_features=int(config["in_features"]),
         out_features=int(config["out_features"]),
         bias=bool(config.get("bias", True)),
         activation=activation,
+        use_residual=bool(config.get("use_residual")),
     )
 
 
@@ -197,15 +212,21 @@ def _read(file: Path, kind: type) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """A linear layer after pooling and its activation, in float32."""
+    """A linear layer for pooled vectors or for tokens, its activation, and the layer that is added, in float32."""
 
     linear: torch.nn.Linear
     activation: torch.nn.Module
+    residual: torch.nn.Module | None = None
 
     def __call__(self, vectors: torch.Tensor) -> torch.Tensor:
         """Apply the layer to a tensor ``[..., in_features]``. Return a tensor ``[..., out_features]``."""
         output: torch.Tensor = self.activation(self.linear(vectors))
-        return output
+        return output if self.residual is None else output + self.residual(vectors)
+
+    @property
+    def linears(self) -> list[torch.nn.Linear]:
+        """Modules with weights."""
+        return [each for each in (self.linear, self.residual) if isinstance(each, torch.nn.Linear)]
 
 
 def load_dense(config: DenseConfig, device: torch.device) -> Dense:
@@ -214,10 +235,24 @@ def load_dense(config: DenseConfig, device: torch.device) -> Dense:
         weights = _read_dense(config)
         with torch.device(device):
             linear = torch.nn.Linear(config.in_features, config.out_features, bias=config.bias)
+        residual = _residual(config, weights, device)
         linear.load_state_dict({name.removeprefix("linear."): tensor.float() for name, tensor in weights.items()})
     except (OSError, RuntimeError, SafetensorError) as e:
         raise ModelLoadError(f"{config.directory}: the weights of Dense cannot be read: {e}") from e
-    return Dense(linear.requires_grad_(False), getattr(torch.nn, config.activation)())
+    return Dense(linear.requires_grad_(False), getattr(torch.nn, config.activation)(), residual)
+
+
+def _residual(config: DenseConfig, weights: dict[str, torch.Tensor], device: torch.device) -> torch.nn.Module | None:
+    """Return the layer whose output is added, and remove its weights from ``weights``."""
+    if not config.use_residual:
+        return None
+    if config.in_features == config.out_features:
+        return torch.nn.Identity()
+    with torch.device(device):
+        residual = torch.nn.Linear(config.in_features, config.out_features, bias=False)
+    name = "residual.weight"
+    residual.load_state_dict({"weight": weights.pop(name).float()} if name in weights else {})
+    return residual.requires_grad_(requires_grad=False)
 
 
 def _read_dense(config: DenseConfig) -> dict[str, torch.Tensor]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import huggingface_hub
+import msgspec
 import torch
 from transformers import (
     AutoModel,
@@ -34,6 +35,16 @@ from penstock_enginecore.pooling.config import (
     named_activation,
     read_pooling_config,
     tokenizer_length,
+)
+from penstock_enginecore.pooling.token_heads import (
+    COLBERT_WEIGHTS,
+    HEAD_FILES,
+    NO_TOKEN_HEADS,
+    TokenHeads,
+    is_colbert,
+    is_late_interaction,
+    late_interaction_config,
+    load_token_heads,
 )
 from penstock_enginecore.pooling.token_score import ScoreTokens, TokenScorer, score_tokens, yes_and_no
 
@@ -181,7 +192,7 @@ _CLASSIFIERS = {
     "ForSequenceClassification": AutoModelForSequenceClassification,
     "ForTokenClassification": AutoModelForTokenClassification,
 }
-_POOLING_FILES = ("*.json", "*/config.json", "*/model.safetensors", "*/pytorch_model.bin")
+_POOLING_FILES = ("*.json", "*/config.json", "*/model.safetensors", "*/pytorch_model.bin", *HEAD_FILES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +203,7 @@ class PoolingModel:
         module: The model that computes hidden states.
         head: Classification head, or None if the model only embeds.
         dense: Linear layers that are applied after pooling.
+        tokens: Layers that are applied to each token.
         dtype: See ``LoadedModel``.
         precision: See ``LoadedModel``.
         max_len: Maximum prompt length in tokens.
@@ -207,6 +219,7 @@ class PoolingModel:
     max_len: int
     vocab_size: int
     is_encoder: bool
+    tokens: TokenHeads = NO_TOKEN_HEADS
     eos_token_ids: frozenset[int] = frozenset()
     encoder: MediaEncoder | None = None
     """The checkpoint's vision and audio encoders, or None if the model accepts only text."""
@@ -217,7 +230,8 @@ class PoolingModel:
         """
         head = [] if self.head is None else [self.head.classifier]
         towers = () if self.encoder is None else self.encoder.modules
-        return [self.module, *head, *(dense.linear for dense in self.dense), *towers]
+        dense = [linear for layer in self.dense for linear in layer.linears]
+        return [self.module, *head, *dense, *self.tokens.linears, *towers]
 
 
 def resolve_task(config: ModelConfig) -> ResolvedTask:
@@ -270,7 +284,10 @@ def load_pooling_model(
         )
     model_class = _model_class(auto_class, hf_config)
     _check(hf_config, model_class)
-    if tokens is None:
+    late_interaction = task == "embed" and is_late_interaction(_directory(config), hf_config)
+    if late_interaction:
+        pooling = late_interaction_config()
+    elif tokens is None:
         pooling = read_pooling_config(
             _directory(config), is_encoder=is_encoder(hf_config), classifies=task == "classify"
         )
@@ -283,7 +300,9 @@ def load_pooling_model(
     # Embeddings are computed from the hidden states, not from the output of BERT's pooler.
     optional = ("pooler.",) if task == "embed" else ()
     first = device if split is None else torch.device("cpu")
-    loaded: Any = loader.load_weights(config, dtypes, first, progress, auto_class, optional, pools=True)
+    unused = COLBERT_WEIGHTS if is_colbert(hf_config) else ()
+    stored = msgspec.structs.replace(config, unused_weights=(*config.unused_weights, *unused))
+    loaded: Any = loader.load_weights(stored, dtypes, first, progress, auto_class, optional, pools=True)
     replace_relative_attention(loaded)
     prepare_two_way(loaded)
     # The rows of the output head are copied before ranks split the embeddings, which may be the same weights.
@@ -304,6 +323,9 @@ def load_pooling_model(
         head=head,
         pooling=pooling,
         dense=tuple(load_dense(each, device) for each in pooling.dense) if head is None else (),
+        tokens=NO_TOKEN_HEADS
+        if head is not None
+        else load_token_heads(_directory(config), hf_config, device, late_interaction=late_interaction),
         dtype=dtypes.computed,
         precision=dtypes.precision,
         max_len=max_len,

@@ -9,8 +9,9 @@ from torch.nn.functional import normalize
 
 from penstock_common.types.request import PoolingParams, PoolingTask, Vectors
 from penstock_enginecore.core.pooling_validation import PoolingLimits
-from penstock_enginecore.pooling.config import PoolingMode
+from penstock_enginecore.pooling.config import Dense, PoolingMode
 from penstock_enginecore.pooling.embedder import Head, PoolingModel, activate
+from penstock_enginecore.pooling.token_heads import SparseHead
 
 # Accumulators of a prompt's hidden states. A prompt may be computed in several steps.
 
@@ -183,10 +184,16 @@ class Pooler:
         """Pooling tasks and embedding size that the model supports."""
         head = self._model.head
         if head is None:
-            tasks = {PoolingTask.EMBED}
+            tasks = set() if self._model.tokens.late_interaction else {PoolingTask.EMBED}
             if len(self._model.pooling.modes) == 1:  # Otherwise layers after pooling expect several joined rows.
                 tasks.add(PoolingTask.TOKEN_EMBED)
-            return PoolingLimits(tasks=frozenset(tasks), embedding_size=self._embedding_size())
+            if self._model.tokens.sparse is not None:
+                tasks.add(PoolingTask.SPARSE_EMBED)
+            return PoolingLimits(
+                tasks=frozenset(tasks),
+                embedding_size=self._embedding_size(),
+                limits_attention=self._model.is_encoder,
+            )
         if head.per_token:
             return PoolingLimits(tasks=frozenset({PoolingTask.TOKEN_CLASSIFY}))
         tasks = {PoolingTask.CLASSIFY} | ({PoolingTask.SCORE} if head.score_activation is not None else set())
@@ -201,7 +208,9 @@ class Pooler:
                 parts = [_ACCUMULATORS[mode]() for mode in self._model.pooling.modes]
                 return parts[0] if len(parts) == 1 else Joined(parts)
             case PoolingTask.TOKEN_EMBED:
-                return EveryToken(lambda _, hidden: self._embedding(hidden, params))
+                return EveryToken(lambda _, hidden: self._embedding(hidden, params, self._token_layers))
+            case PoolingTask.SPARSE_EMBED:
+                return EveryToken(lambda _, hidden: self._sparse.weights(hidden))
             case PoolingTask.TOKEN_CLASSIFY:
                 return EveryToken(self._head)
             case _:
@@ -216,9 +225,11 @@ class Pooler:
         token_ids, rows = gathered.rows()
         match params.task:
             case PoolingTask.EMBED:
-                return _vectors(self._embedding(rows, params)[0])
+                return _vectors(self._embedding(rows, params, self._model.dense)[0])
             case PoolingTask.TOKEN_EMBED:
-                return _vectors(rows)
+                return _vectors(rows[1:] if self._model.tokens.skips_first else rows)
+            case PoolingTask.SPARSE_EMBED:
+                return _vectors(self._sparse.merge(token_ids, rows))
             case PoolingTask.TOKEN_CLASSIFY:
                 return _vectors(self._activated(rows, params))
             case _:
@@ -230,17 +241,28 @@ class Pooler:
             raise RuntimeError("the model has no classification head")
         return self._model.head
 
-    def _embedding_size(self) -> int:
-        dense = self._model.pooling.dense
-        joined = len(self._model.pooling.modes) * int(self._model.module.config.hidden_size)
-        return dense[-1].out_features if dense else joined
+    @property
+    def _sparse(self) -> SparseHead:
+        if self._model.tokens.sparse is None:
+            raise RuntimeError("the model has no layer for sparse embeddings")
+        return self._model.tokens.sparse
 
-    def _embedding(self, rows: torch.Tensor, params: PoolingParams) -> torch.Tensor:
-        """Return the embeddings ``[rows, dimensions]`` for pooled rows ``[rows, hidden size]``. The linear layers are
-        applied first, then the embeddings are truncated, then normalized.
+    @property
+    def _token_layers(self) -> Sequence[Dense]:
+        projection = self._model.tokens.projection
+        return self._model.dense if projection is None else projection
+
+    def _embedding_size(self) -> int:
+        layers = self._token_layers if self._model.tokens.late_interaction else self._model.dense
+        joined = len(self._model.pooling.modes) * int(self._model.module.config.hidden_size)
+        return layers[-1].linear.out_features if layers else joined
+
+    def _embedding(self, rows: torch.Tensor, params: PoolingParams, layers: Sequence[Dense]) -> torch.Tensor:
+        """Return the embeddings ``[rows, dimensions]`` for rows ``[rows, hidden size]``. The linear layers are applied
+        first, then the embeddings are truncated, then normalized.
         """
         rows = rows.float()
-        for layer in self._model.dense:
+        for layer in layers:
             rows = layer(rows)
         if params.dimensions is not None:
             rows = rows[:, : params.dimensions]

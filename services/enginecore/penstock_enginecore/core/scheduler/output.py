@@ -38,6 +38,7 @@ class NewRequestData(msgspec.Struct, kw_only=True):
     sampling_params: SamplingParams
     pooling_params: PoolingParams | None = None
     second_text_start: int | None = None
+    unattended_start: int | None = None
     prompt_embeds: PromptEmbeds | None = None
     lora: LoraRequest | None = None
     context: RequestContext = RequestContext()
@@ -122,6 +123,7 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
                 sampling_params=request.sampling_params,
                 pooling_params=request.pooling_params,
                 second_text_start=request.second_text_start,
+                unattended_start=request.unattended_start,
                 prompt_embeds=request.prompt_embeds,
                 lora=request.lora,
                 context=request.context,
