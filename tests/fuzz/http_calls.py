@@ -115,6 +115,7 @@ SEEDS: dict[str, list[dict[str, Any]]] = {
     "/embed": [{"inputs": ["a", [5, 6]], "normalize": False, "prompt_name": "query", "dimensions": 2}],
     "/v2/embed": [{"texts": ["a", "b"], "input_type": "search_query", "embedding_types": ["float", "base64"]}],
     "/embed_all": [{"inputs": "a", "truncate": True, "truncation_direction": "Left"}],
+    "/embed_sparse": [{"inputs": ["a", [5, 6]], "input_type": "query"}],
     "/predict": [{"inputs": [["a", "b"], ["c", "d"]], "raw_scores": True}, {"inputs": "a"}],
     "/similarity": [{"inputs": {"source_sentence": "a", "sentences": ["b"]}}],
     "/tokenize": [{"prompt": "a"}, {"messages": [_HI], "tools": [_TOOL], "return_token_strs": True}],

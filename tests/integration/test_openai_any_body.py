@@ -19,7 +19,7 @@ from penstock_frontend.api.openai.pooling.cohere import CohereEmbedBody
 from penstock_frontend.api.openai.pooling.embeddings import EmbeddingRequest
 from penstock_frontend.api.openai.pooling.pooled import ClassificationBody, PoolingBody
 from penstock_frontend.api.openai.pooling.scoring import RerankBody, ScoreBody
-from penstock_frontend.api.openai.pooling.tei import EmbedBody, PredictBody, SimilarityBody
+from penstock_frontend.api.openai.pooling.tei import EmbedAllBody, EmbedBody, PredictBody, SimilarityBody
 from penstock_frontend.api.openai.responses.response import ResponseBody
 from penstock_frontend.api.openai.tokenization import DetokenizeRequest, TokenizeRequest
 from penstock_frontend.app import app
@@ -47,6 +47,7 @@ CALLS: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
     "/pooling": (PoolingBody, {"input": "hi"}),
     "/v2/embed": (CohereEmbedBody, {"texts": ["hi"]}),
     "/embed": (EmbedBody, {"inputs": "hi"}),
+    "/embed_sparse": (EmbedAllBody, {"inputs": "hi"}),
     "/predict": (PredictBody, {"inputs": [["hi"], ["a"]]}),
     "/similarity": (SimilarityBody, {"inputs": {"source_sentence": "hi", "sentences": ["a"]}}),
     "/tokenize": (TokenizeRequest, {"prompt": "hi"}),

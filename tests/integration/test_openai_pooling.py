@@ -67,9 +67,9 @@ async def serving(
         yield api, engine
 
 
-async def post(api: OpenAIServer, path: str, body: Any) -> Any:
+async def post(api: OpenAIServer, path: str, body: Any, *, status: int = 200) -> Any:
     response = await api.http.post(path, json=body)
-    assert response.status_code == 200, response.text
+    assert response.status_code == status, response.text
     return response.json()
 
 

@@ -292,6 +292,10 @@ class PoolingRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Text that is added before each input of an embedding request. None means the model's default prompt, which is not
     added to token ids.
     """
+    num_queries: int | None = None
+    """Number of inputs, from the first, that are queries of a late-interaction model. The other inputs are documents.
+    None means that inputs get no markers of queries or documents.
+    """
     context: RequestContext = RequestContext()
 
 

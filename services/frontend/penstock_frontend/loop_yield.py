@@ -11,6 +11,11 @@ NUMBERS_PER_TURN = 32_768
 elements takes about 3 ms.
 """
 
+PRODUCTS_PER_TURN = 4_194_304
+"""Number of products of embedding elements to compute in one iteration of the event loop. Computing this many products
+takes about 1 ms.
+"""
+
 
 class Pace:
     """Limits the amount of work, in units, in each iteration of the event loop. Work above the limit waits for later

@@ -41,6 +41,7 @@ from penstock_frontend.processing.outputs.processor import OutputProcessor
 from penstock_frontend.processing.parsers import registry
 from penstock_frontend.processing.parsers.reasoning_tags import reasoning_of
 from penstock_frontend.processing.prompts.input import InputProcessor
+from penstock_frontend.processing.prompts.late_interaction import load_late_interaction
 from penstock_frontend.processing.prompts.named_prompts import load_prompts
 from penstock_frontend.processing.prompts.pooling import PoolingInputs, load_labels
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer, load_model_files, read_json, resolve
@@ -176,7 +177,7 @@ def assemble(
         fairness=settings.fairness,
         observer=RequestObserver(metrics, settings.log, tracer),
         pooling=PoolingCalls(
-            inputs=PoolingInputs(tokenizer, inputs, limits, prompts),
+            inputs=PoolingInputs(tokenizer, inputs, limits, prompts, load_late_interaction(model, tokenizer)),
             outputs=pooled,
             engines=client,
             adapters=adapter_calls,

@@ -72,6 +72,13 @@ class PoolingCalls:
             if isinstance(e, RequestFailed):
                 self._adapters.refused(lora, e)
             raise
+        late, num_queries = self.inputs.late_interaction, request.num_queries
+        if late is not None and num_queries is not None:
+            documents = zip(answers[num_queries:], core_requests[num_queries:], strict=True)
+            answers = [
+                *answers[:num_queries],
+                *(late.kept(output, each.prompt_token_ids) for output, each in documents),
+            ]
         return PoolingResult(
             answers,
             sum(len(each.prompt_token_ids) for each in core_requests),

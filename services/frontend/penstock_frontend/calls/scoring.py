@@ -1,17 +1,21 @@
-"""Scoring calls. Their scores are computed by a cross-encoder, or are cosine similarities of embeddings."""
+"""Scoring calls. Their scores are computed by a cross-encoder, or from embeddings: cosine similarities, or the sums of
+late-interaction models.
+"""
 
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
 
 from penstock_common.errors import InvalidArgument, Unimplemented
 from penstock_common.rpc import outputs as parts
 from penstock_common.types.request import PoolingParams, PoolingTask
 from penstock_frontend.call_types import PoolingRequest, PoolingResult, Prompt, ScoreRequest, ScoreResult
 from penstock_frontend.calls.generate import AsyncLLM
-from penstock_frontend.loop_yield import NUMBERS_PER_TURN, Pace
+from penstock_frontend.loop_yield import NUMBERS_PER_TURN, PRODUCTS_PER_TURN, Pace
 from penstock_frontend.processing.chat.pair_prompts import PairPrompts
 from penstock_frontend.processing.outputs.pooling import vectors_of
+from penstock_frontend.processing.prompts.late_interaction import matrix
 from penstock_frontend.processing.prompts.named_prompts import NamedPrompts, check_texts, with_prompt
 from penstock_frontend.processing.prompts.pooling import check_scores
 
@@ -24,12 +28,14 @@ class ScoringCalls:
         self._llm = llm
         self._prompts = pairs
         self._pace = Pace(NUMBERS_PER_TURN)
+        self._product_pace = Pace(PRODUCTS_PER_TURN)
 
     async def run(self, request: ScoreRequest) -> ScoreResult:
         """Return the scores of the pairs of query and document.
 
-        If the model is a cross-encoder, engines compute the scores. For other models, a score is the cosine of the
-        embeddings of query and document. Raises RequestFailed if the request is refused or fails.
+        If the model is a cross-encoder, engines compute the scores. If the model embeds texts, a score is the cosine of
+        the embeddings of query and document. If the model embeds only tokens, a score is the sum, over the tokens of the
+        query, of the largest dot product with a token of the document. Raises RequestFailed if the request is refused or fails.
         """
         self._llm.inputs.check_model(request.context.model, request.context.lora)
         reads_pairs = await self._llm.reads_pairs(request.context)
@@ -49,15 +55,17 @@ class ScoringCalls:
             result, request_id = await self._llm.run_pooling(pairs)
             scores = [parts.floats(vectors_of(output))[0] for output in result.outputs]
         else:
-            check_scores(self._llm.engines.view.capabilities)
+            capabilities = self._llm.engines.view.capabilities
+            check_scores(capabilities)
             if not request.use_activation:
                 raise InvalidArgument(
-                    "use_activation is false, but this model's scores are cosines of embeddings, to which no activation "
+                    "use_activation is false, but this model's scores are computed from embeddings, to which no activation "
                     "is applied; remove use_activation",
                     field="use_activation",
                 )
-            result, request_id = await self._llm.run_pooling(_similarity(request, inputs.prompts))
-            scores = await self._cosines(result, len(request.queries))
+            of_tokens = PoolingTask.EMBED.name.lower() not in capabilities
+            result, request_id = await self._llm.run_pooling(_similarity(request, inputs.prompts, of_tokens=of_tokens))
+            scores = await (self._sums if of_tokens else self._cosines)(result, len(request.queries))
         return ScoreResult(request_id=request_id, scores=scores, prompt_tokens=result.prompt_tokens)
 
     async def _cosines(self, result: PoolingResult, num_queries: int) -> list[float]:
@@ -75,6 +83,25 @@ class ScoringCalls:
             document = parts.floats(vectors_of(output))
             cosines.append(sum(a * b for a, b in zip(query, document, strict=True)))
         return cosines
+
+    async def _sums(self, result: PoolingResult, num_queries: int) -> list[float]:
+        """Return the score of a late-interaction model for each document: the sum of the largest dot products of the
+        query's tokens with tokens of the document.
+
+        The outputs have the same order as in ``_cosines``. The method computes a few tokens of a document at a time, and
+        lets the event loop run other tasks in between.
+        """
+        queries, scores = [matrix(vectors_of(output)) for output in result.outputs[:num_queries]], []
+        for index, output in enumerate(result.outputs[num_queries:]):
+            query, document = queries[index if num_queries > 1 else 0], matrix(vectors_of(output))
+            size = max(1, PRODUCTS_PER_TURN // query.size)
+            largest = np.full(len(query), -np.inf, dtype=np.float32)
+            for start in range(0, len(document), size):
+                part = document[start : start + size]
+                await self._product_pace.take(query.size * len(part))
+                largest = np.maximum(largest, (query @ part.T).max(axis=1))
+            scores.append(float(largest.sum(dtype=np.float64)))
+        return scores
 
 
 def _pairs(request: ScoreRequest, prompt: str = "") -> PoolingRequest:
@@ -106,7 +133,7 @@ async def _rendered(pairs: PoolingRequest, prompts: PairPrompts, instruction: st
     )
 
 
-def _similarity(request: ScoreRequest, named: NamedPrompts) -> PoolingRequest:
+def _similarity(request: ScoreRequest, named: NamedPrompts, *, of_tokens: bool) -> PoolingRequest:
     """Return the request for the embeddings of all texts, with the model's prompts for queries and documents before the
     texts. Raises InvalidArgument if the client selects a prompt for queries that are token ids.
     """
@@ -120,7 +147,8 @@ def _similarity(request: ScoreRequest, named: NamedPrompts) -> PoolingRequest:
             *(with_prompt(document, text) for text in request.documents),
         ],
         fields=[*request.query_fields, *request.document_fields],
-        params=PoolingParams(task=PoolingTask.EMBED, normalize=True),
+        params=PoolingParams(task=PoolingTask.TOKEN_EMBED if of_tokens else PoolingTask.EMBED, normalize=True),
+        num_queries=len(request.queries) if of_tokens else None,
         truncate_prompt_tokens=request.truncate_prompt_tokens,
         truncation=request.truncation,
         prompt="",

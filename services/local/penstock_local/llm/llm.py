@@ -291,7 +291,7 @@ class LLM:
         """Score how well documents match ``queries``, which is one query for all documents or one for each.
 
         Cross-encoder models compute the score from both texts; ``use_activation=False`` returns their raw scores. Other
-        models use the cosine similarity of embeddings, with the model's prompts for queries and documents. ``prompt_name``
+        models use embeddings (their cosine, or late interaction), with the model's prompts for queries and documents. ``prompt_name``
         names another prompt for the queries. For ``truncate_prompt_tokens`` see ``embed``; the limit applies to both
         texts together.
         """
@@ -319,7 +319,7 @@ class LLM:
         progress: Shown = True,
         use_tqdm: Shown | None = None,
     ) -> list[PoolingOutput]:
-        """Compute a pooling task: ``embed``, ``classify``, ``token_embed`` or ``token_classify``.
+        """Compute a pooling task: ``embed``, ``classify``, ``token_embed``, ``token_classify`` or ``sparse_embed``.
 
         For ``truncate_prompt_tokens`` see ``embed``.
         """

@@ -42,7 +42,7 @@ from penstock_frontend.processing.chat.answers import ChatOutput
 from penstock_frontend.processing.chat.histories import warn_of_lost_calls
 from penstock_frontend.processing.chat.tool_choice import named_choice
 from penstock_frontend.processing.outputs.pooling import vectors_of
-from penstock_frontend.processing.prompts.named_prompts import NamedPrompts
+from penstock_frontend.processing.prompts.named_prompts import NamedPrompts, num_queries_of
 from penstock_frontend.processing.prompts.sampling_params import check_conversation, check_count, check_lists
 
 # The code below converts messages of Generate and GenerateSession.
@@ -170,7 +170,7 @@ def _choice(message: pb.ChatRequest) -> tuple[str, str]:
 
 # The code below converts messages of Embed, Classify and Score.
 
-_EMBED_TASKS = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED)
+_EMBED_TASKS = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SPARSE_EMBED)
 _CLASSIFY_TASKS = (PoolingTask.CLASSIFY, PoolingTask.TOKEN_CLASSIFY)
 
 
@@ -192,6 +192,7 @@ def embed_request(
         fields=fields,
         params=params,
         prompt=prompts.text(message.prompt_name or None, message.input_type or None),
+        num_queries=num_queries_of(message.input_type or message.prompt_name, len(inputs)),
         context=context_of(message, metadata, time_left),
     )
 
@@ -256,7 +257,7 @@ def score_response(result: ScoreResult) -> pb.ScoreResponse:
 
 
 def _params(
-    message: pooling_pb2.PoolingParams, tasks: tuple[PoolingTask, PoolingTask], *, meaningless: tuple[str, ...]
+    message: pooling_pb2.PoolingParams, tasks: tuple[PoolingTask, ...], *, meaningless: tuple[str, ...]
 ) -> PoolingParams:
     """Return the pooling parameters of a message. If the message sets no task, the task is the first of ``tasks``."""
     for field, value in message.ListFields():

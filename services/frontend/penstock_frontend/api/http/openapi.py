@@ -171,6 +171,12 @@ _POSTS: Mapping[str, _Operation] = {
         answer=list[list[list[float]]],
         errors=_CALL,
     ),
+    "/embed_sparse": _Operation(
+        summary="Compute sparse embeddings, as in TEI",
+        body=tei.EmbedAllBody,
+        answer=list[list[tei.SparseEntry]],
+        errors=_CALL,
+    ),
     "/predict": _Operation(
         summary="Classify inputs, as in TEI",
         body=tei.PredictBody,

@@ -95,6 +95,14 @@ def check_texts(inputs: Sequence[object], fields: Sequence[str]) -> None:
             )
 
 
+def num_queries_of(kind: str | None, num_inputs: int) -> int | None:
+    """Return how many of the inputs are queries of a late-interaction model: all or none, as the kind of the inputs says,
+    or None if that is no kind of queries or documents.
+    """
+    names = _OF_INPUT_TYPE.get((kind or "").lower())
+    return num_inputs if names is _QUERY else 0 if names is _DOCUMENT else None
+
+
 def load_prompts(config: ModelConfig) -> NamedPrompts:
     """Return the prompts in ``config_sentence_transformers.json``, or none without that file. Raises ConfigError if the
     file cannot be read.

@@ -20,6 +20,7 @@ from penstock_frontend.processing.prompts.input import (
     longest_text,
     warn_of_double_bos,
 )
+from penstock_frontend.processing.prompts.late_interaction import LateInteraction
 from penstock_frontend.processing.prompts.mixed_prompt import media_tokens, no_media_with
 from penstock_frontend.processing.prompts.named_prompts import NamedPrompts, check_texts, with_prompt
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer, cut, read_json, resolve
@@ -37,6 +38,7 @@ class _Tokenized(NamedTuple):
     ids: list[int]
     second_text_start: int | None = None
     features: Sequence[MultiModalFeature] = ()
+    unattended_start: int | None = None
 
 
 class PoolingInputs:
@@ -48,8 +50,11 @@ class PoolingInputs:
         inputs: InputProcessor,
         limits: Reread[LimitsConfig],
         prompts: NamedPrompts,
+        late_interaction: LateInteraction | None = None,
     ) -> None:
+        """Create the component. ``late_interaction`` has the settings of a late-interaction model, or None."""
         self.prompts = prompts
+        self.late_interaction = late_interaction
         self._tokenizer = tokenizer
         self._inputs = inputs
         self._limits = limits
@@ -100,13 +105,17 @@ class PoolingInputs:
         If the engines' ``limits`` are known, texts that are much too long are refused before they are tokenized.
         """
         context = self._inputs.checked_context(request.context, request_id)
+        late = self.late_interaction if request.num_queries is not None else None
         request = self._with_prompt(request)
         if limits is not None and request.truncate_prompt_tokens is not None:
             request = _shortened(request, longest_text(limits.max_model_len))
         for index in range(len(request.inputs)):
             self._check_input(request, index, limits)
         self._check_longest(request)
-        tokenized = await (self._pairs(request) if request.seconds else self._singles(request, context, limits))
+        if late is not None:
+            tokenized = await self._sides(request, late, limits)
+        else:
+            tokenized = await (self._pairs(request) if request.seconds else self._singles(request, context, limits))
         return [
             EngineCoreRequest(
                 # The serial number makes the id of the engine request unique, even if a client uses the same id again.
@@ -114,6 +123,7 @@ class PoolingInputs:
                 prompt_token_ids=each.ids,
                 pooling_params=request.params,
                 second_text_start=each.second_text_start,
+                unattended_start=each.unattended_start,
                 mm_features=list(each.features),
                 context=context,
             )
@@ -147,7 +157,7 @@ class PoolingInputs:
         """Return the request with the model's prompt before each text to embed. Raises InvalidArgument if the client
         selects a prompt for token ids.
         """
-        if request.params.task not in (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED):
+        if request.params.task not in (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED, PoolingTask.SPARSE_EMBED):
             return request
         prompt = self.prompts.default_text if request.prompt is None else request.prompt
         if not prompt:
@@ -205,6 +215,33 @@ class PoolingInputs:
                 raise InvalidArgument(f"{field} has no tokens: there is nothing to compute", field=field)
         return tokenized
 
+    async def _sides(
+        self, request: PoolingRequest, late: LateInteraction, limits: ModelLimits | None
+    ) -> list[_Tokenized]:
+        """Tokenize queries and documents of a late-interaction model. Inputs that are token ids get no markers."""
+        num_queries, given = request.num_queries or 0, _cut_of(request)
+        longest = limits.max_model_len if limits is not None else late.expansion_length
+        tokenized: dict[int, _Tokenized] = {}
+        for is_query, indices in ((True, range(num_queries)), (False, range(num_queries, len(request.inputs)))):
+            texts = {index: text for index in indices if isinstance(text := request.inputs[index], str)}
+            encoded: list[list[int]] = []
+            if texts:
+                encoded = await self._tokenizer.encode_all(
+                    [late.marked(text, is_query=is_query) for text in texts.values()],
+                    add_special_tokens=request.add_special_tokens,
+                    cut=None if given is None else late.cut(given, is_query=is_query),
+                )
+            for index, ids in zip(texts, encoded, strict=True):
+                made = late.encoded(ids, is_query=is_query, max_len=longest)
+                tokenized[index] = _Tokenized(made.ids, unattended_start=made.unattended_start)
+        for index, prompt in enumerate(request.inputs):
+            if isinstance(prompt, MixedPrompt):
+                field = request.fields[index]
+                raise InvalidArgument(f"{field} has media, but late-interaction models take only texts", field=field)
+            if not isinstance(prompt, str):
+                tokenized[index] = _Tokenized(list(prompt) if given is None else given.of(list(prompt)))
+        return [tokenized[index] for index in range(len(request.inputs))]
+
     async def _pairs(self, request: PoolingRequest) -> list[_Tokenized]:
         """Tokenize inputs that are pairs of texts. Each result includes the position at which the second text of the
         pair begins.
@@ -255,6 +292,8 @@ def answer_bytes(params: PoolingParams, requests: Sequence[EngineCoreRequest], e
 
     The number is 0 for tasks whose results are not vectors.
     """
+    if params.task is PoolingTask.SPARSE_EMBED:  # at most a token id and a weight for each token
+        return 8 * sum(len(request.prompt_token_ids) for request in requests)
     if params.task not in (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED):
         return 0
     each_token = params.task is PoolingTask.TOKEN_EMBED
@@ -276,7 +315,7 @@ def check_scores(capabilities: Sequence[str]) -> None:
 
     The error names the tasks that engines serve.
     """
-    if not {"score", "embed"} & set(capabilities):
+    if not {"score", "embed", "token_embed"} & set(capabilities):
         raise _wrong_model(
             f"the model does not score: it supports neither score nor embed; it supports {served(capabilities)}"
         )

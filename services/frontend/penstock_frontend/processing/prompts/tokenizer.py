@@ -195,7 +195,7 @@ def joined(texts: Iterable[str]) -> str:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_FILES = ("*.json", "tokenizer.model", "*.jinja", "*.tiktoken")
+_FILES = ("*.json", "artifact.metadata", "tokenizer.model", "*.jinja", "*.tiktoken")
 _WEIGHT_INDEXES = ("*.index.json",)
 
 

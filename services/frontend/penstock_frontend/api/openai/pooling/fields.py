@@ -21,6 +21,7 @@ from penstock_frontend.call_types import PoolingRequest, PoolingResult, Truncati
 from penstock_frontend.calls.generate import AsyncLLM
 from penstock_frontend.loop_yield import Pace
 from penstock_frontend.processing.outputs.pooling import vectors_of
+from penstock_frontend.processing.prompts import named_prompts
 
 # The code below truncates inputs that are too long. The fields about truncation have the names that various servers
 # use.
@@ -193,6 +194,11 @@ def prompt_of(llm: AsyncLLM, body: PromptFields) -> str | None:
     return llm.pooling.inputs.prompts.text(body.prompt_name, body.input_type)
 
 
+def num_queries_of(body: PromptFields, num_inputs: int) -> int | None:
+    """Return how many of the inputs are queries of a late-interaction model, as in ``PoolingRequest.num_queries``."""
+    return named_prompts.num_queries_of(body.input_type or body.prompt_name, num_inputs)
+
+
 def with_inputs(llm: AsyncLLM, request: PoolingRequest, given: Input, *, field: str = "input") -> PoolingRequest:
     """Return the request with the inputs ``given`` of a body. ``field`` is the name of the inputs in the body. Raises
     InvalidArgument if the inputs are not valid, or if there are none or too many.
@@ -242,5 +248,5 @@ def rows_of(vectors: Vectors) -> Sequence[float | list[float]]:
     numbers = floats(vectors)
     if len(vectors.shape) == 1:
         return numbers
-    _, size = vectors.shape
-    return [numbers[start : start + size] for start in range(0, len(numbers), size)]
+    rows, size = vectors.shape
+    return [numbers[row * size : (row + 1) * size] for row in range(rows)]

@@ -20,6 +20,7 @@ from penstock_frontend.api.openai.pooling.fields import (
     PromptFields,
     in_base64,
     normalize_of,
+    num_queries_of,
     pooled,
     request_of,
     rows_of,
@@ -38,7 +39,8 @@ _UNASKED = (PoolingTask.TOKEN_EMBED, PoolingTask.TOKEN_CLASSIFY, PoolingTask.EMB
 supports is used.
 """
 _VECTORS = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED)
-_OF_VECTORS = ("dimensions", "normalize", "prompt_name", "input_type")
+_OF_NUMBERS = ("dimensions", "normalize")
+_OF_VECTORS = (*_OF_NUMBERS, "prompt_name", "input_type")
 
 
 class PoolingBody(PromptFields, kw_only=True):
@@ -50,9 +52,10 @@ class PoolingBody(PromptFields, kw_only=True):
     """
 
     input: Input
-    task: Literal["embed", "classify", "token_embed", "token_classify"] | None = None
+    task: Literal["embed", "classify", "token_embed", "token_classify", "sparse_embed"] | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
+    use_activation: bool | None = None
     normalize: bool | None = None
     embed_dtype: Literal["float32"] | None = None
     endianness: Literal["native", "little"] | None = None
@@ -61,7 +64,7 @@ class PoolingBody(PromptFields, kw_only=True):
 
 class Pooled(msgspec.Struct, frozen=True, kw_only=True):
     """Result of one input: numbers, a list of numbers for each token, or all numbers as float32 bytes (little-endian)
-    in base64.
+    in base64. A sparse embedding is a list of token ids and a list of their weights.
     """
 
     index: int
@@ -95,7 +98,7 @@ class Pooling:
         request = with_inputs(self._llm, request, body.input)
         # Only an engine knows which tasks the model supports.
         await self._llm.engines.wait_until_usable(request.context.deadline, tenant=request.context.tenant)
-        request = msgspec.structs.replace(request, params=self._params(body))
+        request = msgspec.structs.replace(request, params=self._params(body), num_queries=num_queries_of(body, len(request.inputs)))
         result, request_id = await pooled(self._llm, request, given)
         # The JSON encoder copies a msgspec.Raw without changes.
         numbers = in_base64 if body.encoding_format == "base64" else rows_of
@@ -122,7 +125,8 @@ class Pooling:
         if task in _VECTORS:
             normalize = normalize_of(body.normalize, body.use_activation)
             return PoolingParams(task=task, dimensions=body.dimensions, normalize=normalize)
-        for name in _OF_VECTORS:
+        refused = _OF_NUMBERS if task is PoolingTask.SPARSE_EMBED else _OF_VECTORS
+        for name in refused:
             if (value := getattr(body, name)) is not None:
                 raise InvalidArgument(
                     f"{name} is {shown(value)}, but it has no meaning for {task.name.lower()}; leave it out", field=name

@@ -1,4 +1,5 @@
-"""Routes of Hugging Face's text-embeddings-inference (TEI): ``/embed``, ``/embed_all``, ``/predict`` and ``/similarity``.
+"""Routes of Hugging Face's text-embeddings-inference (TEI): ``/embed``, ``/embed_all``, ``/embed_sparse``,
+``/predict`` and ``/similarity``.
 ``scoring.py`` serves TEI's form of ``/rerank``.
 """
 
@@ -18,6 +19,7 @@ from penstock_frontend.api.openai.pooling.fields import (
     Input,
     PromptFields,
     TruncationFields,
+    num_queries_of,
     pooled,
     prompt_of,
     request_of,
@@ -79,6 +81,32 @@ class EmbedAll:
         return await _vectors(self._llm, self._pace, call, given, body, params, rows_of)
 
 
+class SparseEntry(msgspec.Struct, frozen=True):
+    """Weight of one token in a sparse embedding. ``index`` is the token's id."""
+
+    index: int
+    value: float
+
+
+class EmbedSparse:
+    """Handler of ``/embed_sparse``, which answers with the weights of the tokens of each input."""
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._llm = llm
+        self._pace = Pace(NUMBERS_PER_TURN)
+
+    async def __call__(self, call: Call, given: Body) -> Answer:
+        """Compute the sparse embeddings of the inputs. Raises RequestFailed if the request is refused or fails."""
+        body = await given.decode(EmbedAllBody)
+        params = PoolingParams(task=PoolingTask.SPARSE_EMBED)
+        return await _vectors(self._llm, self._pace, call, given, body, params, _entries)
+
+
+def _entries(vectors: Vectors) -> list[SparseEntry]:
+    numbers, count = floats(vectors), vectors.shape[1]
+    return [SparseEntry(int(numbers[i]), numbers[count + i]) for i in range(count)]
+
+
 async def _vectors(
     llm: AsyncLLM,
     pace: Pace,
@@ -90,6 +118,7 @@ async def _vectors(
 ) -> list[Any]:
     _, request = request_of(llm, call, "embd", body, params)
     request = with_inputs(llm, request, body.inputs, field="inputs")
+    request = msgspec.structs.replace(request, num_queries=num_queries_of(body, len(request.inputs)))
     result, _ = await pooled(llm, request, given)
     return list(await written(result.outputs, pace, numbers, lambda _, vectors: vectors))
 
