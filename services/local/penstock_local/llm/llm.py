@@ -291,9 +291,9 @@ class LLM:
         """Score how well documents match ``queries``, which is one query for all documents or one for each.
 
         Cross-encoder models compute the score from both texts; ``use_activation=False`` returns their raw scores. Other
-        models use embeddings (their cosine, or late interaction), with the model's prompts for queries and documents. ``prompt_name``
-        names another prompt for the queries. For ``truncate_prompt_tokens`` see ``embed``; the limit applies to both
-        texts together.
+        models use the cosine similarity of embeddings, or late interaction, with the model's prompts for queries and
+        documents. ``prompt_name`` names another prompt for the queries. For ``truncate_prompt_tokens`` see ``embed``; the
+        limit applies to both texts together.
         """
         job: Job[Any, Any, ScoringOutput] = Job("documents", self._calls.score, ScoringOutput)
         requests = self._requests.score(

@@ -59,7 +59,6 @@ class PoolingBody(PromptFields, kw_only=True):
     normalize: bool | None = None
     embed_dtype: Literal["float32"] | None = None
     endianness: Literal["native", "little"] | None = None
-    use_activation: bool | None = None
 
 
 class Pooled(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,7 +97,9 @@ class Pooling:
         request = with_inputs(self._llm, request, body.input)
         # Only an engine knows which tasks the model supports.
         await self._llm.engines.wait_until_usable(request.context.deadline, tenant=request.context.tenant)
-        request = msgspec.structs.replace(request, params=self._params(body), num_queries=num_queries_of(body, len(request.inputs)))
+        request = msgspec.structs.replace(
+            request, params=self._params(body), num_queries=num_queries_of(body, len(request.inputs))
+        )
         result, request_id = await pooled(self._llm, request, given)
         # The JSON encoder copies a msgspec.Raw without changes.
         numbers = in_base64 if body.encoding_format == "base64" else rows_of
