@@ -8,7 +8,6 @@ A server that is not measured does no work meanwhile.
 
 import argparse
 import asyncio
-import contextlib
 import json
 import statistics
 import subprocess
@@ -16,8 +15,9 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -62,22 +62,25 @@ LONG = 8
 
 
 class Clip:
-    """Spoken sentences in a WAV file."""
+    """Spoken sentences in a WAV file. Clips with different ``gain`` have different samples, so no cache has them."""
 
-    def __init__(self, path: Path, text: str, voice: str) -> None:
+    def __init__(self, path: Path, text: str, voice: str, gain: float) -> None:
         subprocess.run(["espeak-ng", "-v", voice, "-s", "150", "-w", str(path), text], check=True)
         samples, rate = soundfile.read(path)
         count = len(samples) * RATE // rate
         spectrum = np.fft.rfft(samples)[: count // 2 + 1]
-        soundfile.write(path, np.fft.irfft(spectrum, count) * count / len(samples), RATE)
+        soundfile.write(path, np.fft.irfft(spectrum, count) * gain * count / len(samples), RATE)
         self.path, self.text, self.seconds = path, text, count / RATE
 
 
-def clips(folder: Path, *, long: bool) -> list[Clip]:
-    """Return a clip for each sentence, or clips of ``LONG`` sentences, which are longer than Whisper's window."""
+def clips(folder: Path, *, long: bool, run: int) -> list[Clip]:
+    """Return a clip for each sentence, or clips of ``LONG`` sentences, which are longer than Whisper's window. The clips
+    of each ``run`` are different.
+    """
     step = LONG if long else 1
     texts = [" ".join(SENTENCES[at : at + step]) for at in range(0, len(SENTENCES), step)]
-    return [Clip(folder / f"{step}-{i}.wav", text, VOICES[i % len(VOICES)]) for i, text in enumerate(texts)]
+    gain = 1 - run / 1000
+    return [Clip(folder / f"{run}-{i}.wav", text, VOICES[i % len(VOICES)], gain) for i, text in enumerate(texts)]
 
 
 def words(text: str) -> list[str]:
@@ -164,35 +167,33 @@ class Peer:
         return answer["seconds"], answer["texts"]
 
 
-@contextlib.contextmanager
-def systems(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Transcribed]]:
-    """Start all systems, and yield them by name."""
+Start = Callable[[ExitStack], Transcribed]
+PEERS = (("int8", 1, 1), ("int8", 5, 1), ("int8", 1, 2), ("float32", 1, 1), ("float32", 5, 1))
+"""Settings of faster-whisper: type of the weights, number of beams, number of workers that share the cores."""
+
+
+def starts(args: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Start]]:
+    """Yield the names of all systems, with a function that starts the system until the stack ends."""
     model, original = str(args.folder / "whisper-base"), str(args.folder / "ctranslate2")
-    with ExitStack() as ends:
-        found: dict[str, Transcribed] = {}
-        for dtype in args.dtypes:
-            flags = ["--dtype", dtype, "--served-model-name", "m", "--kv-cache-memory", "1GiB", *args.flags]
-            url = ends.enter_context(served(f"penstock-{dtype}", Path(model), flags, folder))
-            found[f"Penstock, {dtype}"] = Penstock(url)
-        if args.peer:
-            for dtype in ("float32", "int8"):
-                for beams in (1, 5):
-                    for workers in (1, 2):
-                        found[f"faster-whisper, {dtype}, {beams} beams, {workers} workers"] = Peer(
-                            args.peer,
-                            ends,
-                            library="faster-whisper",
-                            model=original,
-                            dtype=dtype,
-                            beams=beams,
-                            threads=2 // workers,
-                            workers=workers,
-                        )
-        for dtype in ("float32", "bfloat16"):
-            found[f"transformers, {dtype}"] = Peer(
-                sys.executable, ends, library="transformers", model=model, dtype=dtype, threads=2
-            )
-        yield found
+
+    def penstock(dtype: str, ends: ExitStack) -> Transcribed:
+        flags = ["--dtype", dtype, "--served-model-name", "m", "--kv-cache-memory", "1GiB", *args.flags]
+        return Penstock(ends.enter_context(served(f"penstock-{dtype}", Path(model), flags, folder)))
+
+    def faster_whisper(dtype: str, beams: int, workers: int, ends: ExitStack) -> Transcribed:
+        options = {"dtype": dtype, "beams": beams, "threads": 2 // workers, "workers": workers}
+        return Peer(args.peer, ends, library="faster-whisper", model=original, **options)
+
+    def transformers(dtype: str, ends: ExitStack) -> Transcribed:
+        return Peer(sys.executable, ends, library="transformers", model=model, dtype=dtype, threads=2)
+
+    for dtype in ("bfloat16", "float32"):
+        yield f"Penstock, {dtype}", partial(penstock, dtype)
+    for dtype, beams, workers in PEERS if args.peer else ():
+        name = f"faster-whisper, {dtype}, {beams} beams, {workers} workers"
+        yield name, partial(faster_whisper, dtype, beams, workers)
+    for dtype in ("float32", "bfloat16"):
+        yield f"transformers, {dtype}", partial(transformers, dtype)
 
 
 def main() -> None:
@@ -202,25 +203,25 @@ def main() -> None:
     parser.add_argument("--peer", default="", help="interpreter that has faster-whisper")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--long", action="store_true", help="clips that are longer than Whisper's window of 30 s")
-    parser.add_argument("--dtypes", nargs="*", default=["bfloat16", "float32"])
+    parser.add_argument("--only", default="", help="systems whose names contain this text")
     parser.add_argument("--flags", nargs="*", default=[], help="further flags of penstock serve")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name, systems(args, Path(name)) as found:
-        spoken = clips(Path(name), long=args.long)
+    with tempfile.TemporaryDirectory() as name, ExitStack() as ends:
+        found = {which: start(ends) for which, start in starts(args, Path(name)) if args.only in which}
+        spoken = clips(Path(name), long=args.long, run=0)
         seconds = sum(clip.seconds for clip in spoken)
-        files = [clip.path for clip in spoken]
-        print(f"{machine()}; {len(files)} clips, {seconds:.0f} s of audio")
+        print(f"{machine()}; {len(spoken)} clips, {seconds:.0f} s of audio", flush=True)
         speeds: dict[tuple[str, int], list[float]] = defaultdict(list)
         errors: dict[str, int] = {}
-        for which, system in found.items():  # the first run loads and compiles
-            system.run(files[:1], 1)
-            errors[which] = 0
-        for _ in range(args.rounds):
-            for clients in (1, 8):
-                for which, system in found.items():
-                    took, texts = system.run(files, clients)
-                    speeds[which, clients].append(seconds / took)
-                    errors[which] = sum(map(word_errors, texts, (clip.text for clip in spoken)))
+        for system in found.values():  # the first run loads and compiles
+            system.run([spoken[0].path], 1)
+        for run in range(1, 2 * args.rounds + 1):
+            spoken, clients = clips(Path(name), long=args.long, run=run), 8 if run % 2 else 1
+            for which, system in found.items():
+                took, texts = system.run([clip.path for clip in spoken], clients)
+                speeds[which, clients].append(seconds / took)
+                errors[which] = sum(map(word_errors, texts, (clip.text for clip in spoken)))
+                print(f"{which}: {clients} clients, {seconds / took:.1f}", flush=True)
         total = sum(len(words(clip.text)) for clip in spoken)
         for which in found:
             one, eight = (statistics.median(speeds[which, clients]) for clients in (1, 8))

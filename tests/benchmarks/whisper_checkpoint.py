@@ -142,9 +142,12 @@ def convert(source: Path, folder: Path) -> None:
         eos_token_id=_END,
         pad_token_id=_END,
     )
+    # The methods of these classes have no types.
+    make_rules: Any = GenerationConfig
+    make_extractor: Any = WhisperFeatureExtractor
     model: Any = WhisperForConditionalGeneration(config)
     model.load_state_dict(_Weights(read_tensors(source / "model.bin")).by_name)
-    model.generation_config = GenerationConfig(
+    model.generation_config = make_rules(
         alignment_heads=settings["alignment_heads"],
         begin_suppress_tokens=settings["suppress_ids_begin"],
         suppress_tokens=settings["suppress_ids"],
@@ -161,7 +164,7 @@ def convert(source: Path, folder: Path) -> None:
         task_to_id={"transcribe": _TRANSCRIBE, "translate": _TRANSLATE},
     )
     model.save_pretrained(folder)
-    WhisperFeatureExtractor().save_pretrained(folder)
+    make_extractor().save_pretrained(folder)
     shutil.copy(source / "tokenizer.json", folder)
     end = names[_END]
     (folder / "tokenizer_config.json").write_text(
