@@ -95,6 +95,18 @@ def test_tokens_are_those_of_transformers(case: Case, way: str) -> None:
     assert again.stats.media.encoded_embeds == media.encoded_embeds == 2 * 1500
 
 
+def test_tokens_are_those_of_generate(case: Case) -> None:
+    """``generate`` itself chooses the tokens of the prompt and the rules. It may continue after a timestamp."""
+    names = ("short", "long")
+    found = run(case.engine(), case.requests(names, ignore_eos=False)).tokens
+    for name in names:
+        model: Any = case.prompts[name].model
+        features = case.prompts[name].features
+        whole = model.generate(features, max_new_tokens=COUNT, language="en", task="transcribe")[0].tolist()
+        begin = len(case.prompts[name].text) if whole[0] == case.prompts[name].text[0] else 0
+        assert found[name] == whole[begin : begin + COUNT]
+
+
 def test_log_probabilities_are_those_of_transformers(case: Case) -> None:
     found = run(case.engine(), case.requests(logprobs=0))
     for name, prompt in case.prompts.items():

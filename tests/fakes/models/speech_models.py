@@ -1,5 +1,6 @@
 """Whisper checkpoints with random weights, the token ids of their tokenizers, and the tokens of transformers."""
 
+import copy
 import hashlib
 import json
 from collections.abc import Sequence
@@ -14,12 +15,14 @@ import tokenizers
 import torch
 from tokenizers import processors
 from transformers import (
+    GenerationConfig,
     PreTrainedTokenizerFast,
     WhisperConfig,
     WhisperFeatureExtractor,
     WhisperForConditionalGeneration,
 )
 from transformers.modeling_outputs import BaseModelOutput
+from transformers.models.whisper.generation_whisper import WhisperGenerationMixin
 
 from penstock_common.types.media import MultiModalFeature, TensorData
 from penstock_common.types.request import EngineCoreRequest
@@ -75,24 +78,24 @@ def save_speech_model(
     torch.manual_seed(seed)
     model = WhisperForConditionalGeneration(WhisperConfig(**settings)).eval()
     _randomize(model)
-    described: Any = model.generation_config
-    described.update(
-        is_multilingual=not english_only,
-        eos_token_id=ids(END),
-        pad_token_id=ids(END),
-        decoder_start_token_id=ids(START),
-        prev_sot_token_id=ids(PREVIOUS),
-        no_timestamps_token_id=ids(NO_TIMESTAMPS),
-        max_initial_timestamp_index=50,
-        begin_suppress_tokens=[ids("h"), ids(END)],
-        suppress_tokens=[ids("z"), ids(START), ids(PREVIOUS), ids(SOUND), ids(NO_SPEECH)],
-        max_length=shape["positions"],
-    )
+    rules: dict[str, Any] = {
+        "is_multilingual": not english_only,
+        "bos_token_id": ids(END),
+        "eos_token_id": ids(END),
+        "pad_token_id": ids(END),
+        "decoder_start_token_id": ids(START),
+        "prev_sot_token_id": ids(PREVIOUS),
+        "no_timestamps_token_id": ids(NO_TIMESTAMPS),
+        "max_initial_timestamp_index": 50,
+        "begin_suppress_tokens": [ids("h"), ids(END)],
+        "suppress_tokens": [ids("z"), ids(START), ids(PREVIOUS), ids(SOUND), ids(NO_SPEECH)],
+        "max_length": shape["positions"],
+        "return_timestamps": False,
+    }
     if not english_only:
-        described.update(
-            lang_to_id={f"<|{language}|>": ids(f"<|{language}|>") for language in LANGUAGES},
-            task_to_id={"transcribe": ids(TRANSCRIBE), "translate": ids(TRANSLATE)},
-        )
+        rules["lang_to_id"] = {f"<|{language}|>": ids(f"<|{language}|>") for language in LANGUAGES}
+        rules["task_to_id"] = {"transcribe": ids(TRANSCRIBE), "translate": ids(TRANSLATE)}
+    model.generation_config = GenerationConfig(**rules)
     model.save_pretrained(directory)
     return model
 
@@ -191,10 +194,18 @@ class SpeechPrompt:
 
     @torch.no_grad()
     def expected(self, count: int) -> list[int]:
-        """Return the next tokens that transformers generates greedily, without its rules for transcriptions."""
+        """Return the next tokens that transformers generates greedily, with the checkpoint's rules for tokens."""
+        config = copy.deepcopy(self.model.generation_config)
+        config.return_timestamps = self.text[-1] != config.no_timestamps_token_id
+        config.no_speech_threshold = None
+        make: Any = WhisperGenerationMixin._retrieve_logit_processors
+        processors = make(self.model, config, None, len(self.text), 1, "cpu")
         found: list[int] = []
         for _ in range(count):
-            found.append(int(self.logits(found)[-1].argmax()))
+            scores = self.logits(found)[-1:]
+            for processor in processors:
+                scores = processor(torch.tensor([[*self.text, *found]]), scores)
+            found.append(int(scores.argmax()))
         return found
 
 
