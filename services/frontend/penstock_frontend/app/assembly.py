@@ -16,7 +16,6 @@ from penstock_frontend.calls.generate import AsyncLLM
 from penstock_frontend.calls.live_request import RequestObserver
 from penstock_frontend.calls.pooling import PoolingCalls
 from penstock_frontend.calls.scoring import ScoringCalls
-from penstock_frontend.calls.served_models import ServedModel
 from penstock_frontend.config import (
     DisaggregationConfig,
     FairnessConfig,
@@ -45,6 +44,7 @@ from penstock_frontend.processing.prompts.late_interaction import load_late_inte
 from penstock_frontend.processing.prompts.named_prompts import load_prompts
 from penstock_frontend.processing.prompts.pooling import PoolingInputs, load_labels
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer, load_model_files, read_json, resolve
+from penstock_frontend.served_models import ServedModel
 from penstock_frontend.speech.calls import SpeechCalls
 from penstock_frontend.speech.loading import load_speech
 

@@ -10,8 +10,8 @@ from penstock_frontend.api.http.endpoint import Gate
 from penstock_frontend.api.http.request_body import Bodies
 from penstock_frontend.api.openai import app
 from penstock_frontend.app.assembly import Assembly, served_model
-from penstock_frontend.calls.served_models import ServedModels
 from penstock_frontend.config import HttpConfig, LoraConfig, ModelConfig
+from penstock_frontend.served_models import ServedModels
 
 
 class HttpAnswer(NamedTuple):

@@ -10,13 +10,13 @@ from penstock_common.rpc.credentials import ClientCredentials
 from penstock_common.security.tls import Certificates
 from penstock_frontend.app.assembly import Assembly, AssemblyConfig, assemble, served_model
 from penstock_frontend.calls.adapters import AdapterDirectory
-from penstock_frontend.calls.served_models import ServedModel
 from penstock_frontend.config import FrontendConfig
 from penstock_frontend.dispatch.client import GrpcEngineClient
 from penstock_frontend.dispatch.kv_events import KvEventFeed
 from penstock_frontend.interfaces import OutputHandler
 from penstock_frontend.metrics import FrontendMetrics
 from penstock_frontend.rpc.coordinator_client import CoordinatorClient
+from penstock_frontend.served_models import ServedModel
 
 
 class RunningModel:

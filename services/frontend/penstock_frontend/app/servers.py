@@ -30,10 +30,10 @@ from penstock_frontend.api.vllm import engine as vllm_engine
 from penstock_frontend.app.running_model import RunningModel
 from penstock_frontend.authenticator import Authenticator
 from penstock_frontend.calls.admission import Readiness
-from penstock_frontend.calls.served_models import ServedModels
 from penstock_frontend.config import FrontendConfig
 from penstock_frontend.metrics import merged
 from penstock_frontend.processing.prompts.tokenizer_bundle import load_model_card
+from penstock_frontend.served_models import ServedModels
 
 JITTER = 0.1
 """Random variation of the lifetime of a connection, as a fraction of the maximum age."""

@@ -46,8 +46,8 @@ from penstock_frontend.call_warnings import WarningKind, name_fields, warn
 from penstock_frontend.calls.admission import demand_of
 from penstock_frontend.calls.chat import ChatCalls
 from penstock_frontend.calls.generate import AsyncLLM
-from penstock_frontend.calls.served_models import ServedModel, ServedModels
 from penstock_frontend.processing.chat.answers import ChatOutput
+from penstock_frontend.served_models import ServedModel, ServedModels
 
 EVENTS = StreamForm(named, errors.event)
 _NAMES = {

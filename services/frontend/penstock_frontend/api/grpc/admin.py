@@ -20,10 +20,10 @@ from penstock_common.types.cluster import DEFAULT_POOL
 from penstock_frontend.api.grpc.servicers import ask_all, refuses_unserved
 from penstock_frontend.call_types import current_principal
 from penstock_frontend.calls.adapters import AdapterInfo, HeldAdapter
-from penstock_frontend.calls.served_models import ServedModel, ServedModels
 from penstock_frontend.dispatch.client import LostEngines
 from penstock_frontend.interfaces import EngineClient
 from penstock_frontend.rpc.coordinator_client import CoordinatorClient
+from penstock_frontend.served_models import ServedModel, ServedModels
 
 
 def lora_info(info: AdapterInfo) -> pb.LoraInfo:

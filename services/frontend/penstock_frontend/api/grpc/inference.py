@@ -27,9 +27,9 @@ from penstock_frontend.call_warnings import CallWarnings, WarningLog
 from penstock_frontend.calls.admission import InFlight, demand_of
 from penstock_frontend.calls.generate import AsyncLLM
 from penstock_frontend.calls.live_request import LiveRequest
-from penstock_frontend.calls.served_models import ServedModel, ServedModels
 from penstock_frontend.config import LimitsConfig
 from penstock_frontend.dispatch.adapters import NamedAdapter
+from penstock_frontend.served_models import ServedModel, ServedModels
 from penstock_frontend.speech.calls import required
 
 R = TypeVar("R", GenerateRequest, ChatRequest)

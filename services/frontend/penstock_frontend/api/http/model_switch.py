@@ -7,7 +7,7 @@ import msgspec
 
 from penstock_frontend.api.http.endpoint import Answer, Call, Handler
 from penstock_frontend.api.http.request_body import Body
-from penstock_frontend.calls.served_models import ServedModel, ServedModels
+from penstock_frontend.served_models import ServedModel, ServedModels
 
 
 class RequestedNames(NamedTuple):

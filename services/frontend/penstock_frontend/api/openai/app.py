@@ -38,8 +38,8 @@ from penstock_frontend.api.openai.pooling.scoring import Reranking, Scores
 from penstock_frontend.api.openai.responses.create_response import ResponseCreation
 from penstock_frontend.api.openai.responses.response_store import ResponseStore, StoredResponses
 from penstock_frontend.api.openai.tokenization import Tokenization
-from penstock_frontend.calls.served_models import ServedModel, ServedModels
 from penstock_frontend.config import HttpConfig, LimitsConfig
+from penstock_frontend.served_models import ServedModel, ServedModels
 
 _RESPONSE = "/v1/responses/{response_id}"
 

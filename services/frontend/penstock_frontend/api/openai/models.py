@@ -11,8 +11,8 @@ from penstock_frontend.api.http.endpoint import Answer, Call, PlainText
 from penstock_frontend.api.http.model_switch import RequestedNames
 from penstock_frontend.api.http.request_body import Body
 from penstock_frontend.api.openai.errors import renamed
-from penstock_frontend.calls.served_models import ServedModel, ServedModels
 from penstock_frontend.dispatch.adapters import NamedAdapter
+from penstock_frontend.served_models import ServedModel, ServedModels
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from penstock_common.errors import InvalidArgument, NotFound
-from penstock_frontend.calls.served_models import ServedModel, ServedModels
 from penstock_frontend.config import LoraConfig, ModelConfig
 from penstock_frontend.dispatch.adapters import Adapters
+from penstock_frontend.served_models import ServedModel, ServedModels
 
 
 def served(name: str, *, aliases: dict[str, str] | None = None, adapters: dict[str, str] | None = None) -> ServedModel:
