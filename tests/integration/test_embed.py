@@ -210,7 +210,7 @@ async def test_classifying_with_an_embedding_model_is_refused(embedding: Fronten
         (
             {"inputs": texts("x"), "pooling_params": pooling_pb2.PoolingParams(task=2)},
             "pooling_params.task",
-            "pooling_params.task is CLASSIFY; this call supports EMBED and TOKEN_EMBED",
+            "pooling_params.task is CLASSIFY; this call supports EMBED, TOKEN_EMBED and SPARSE_EMBED",
         ),
     ],
 )

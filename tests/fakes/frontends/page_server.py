@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from penstock_common.types.cluster import EngineState, EngineStatus
 from penstock_frontend.api.http.form_data import FormReader, Part, values_of
-from penstock_frontend.api.http.page import Page
+from penstock_frontend.api.http.page import Page, PageModel
 from penstock_frontend.api.http.server import HttpServer, make_app
 from penstock_frontend.api.openai.audio.transcriptions import TranscriptionBody
 from penstock_frontend.config import HttpConfig
@@ -53,9 +53,9 @@ class PageServer:
         self.serving = True
         self.capabilities: Sequence[str] = ("generate",)
         self.limits: ModelLimits | None = ModelLimits(2048, 4096)
-        page = Page(
-            self,  # type: ignore[arg-type]  # the part of an EngineView that the page asks
-            model="tiny",
+        model = PageModel(
+            name="tiny",
+            engines=self,  # type: ignore[arg-type]  # the part of an EngineView that the page asks
             chat=chat,
             tools=tools,
             media=media,
@@ -64,6 +64,7 @@ class PageServer:
             coordinator=lambda: "connected",
             missing=lambda: self.missing,
         )
+        page = Page([model])
         api = [Route(path, self._complete, methods=["POST"]) for path in ("/v1/completions", "/v1/chat/completions")]
         api.append(Route("/v1/embeddings", self._embed, methods=["POST"]))
         api += [

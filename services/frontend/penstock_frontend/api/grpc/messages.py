@@ -272,8 +272,10 @@ def _params(
         given.task = pooling_pb2.PoolingTask.ValueType(tasks[0])
     params = from_message(given, PoolingParams, "pooling_params")
     if params.task not in tasks:
+        *names, last = (task.name for task in tasks)
+        supported = f"{', '.join(names)} and {last}" if names else last
         raise InvalidArgument(
-            f"pooling_params.task is {params.task.name}; this call supports {' and '.join(task.name for task in tasks)}",
+            f"pooling_params.task is {params.task.name}; this call supports {supported}",
             field="pooling_params.task",
         )
     return params

@@ -1,13 +1,13 @@
 """Whisper: one window of sound, which the encoder computes completely, including silence at the end."""
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from penstock_common.types.media import Modality
 from penstock_enginecore.models.multimodal.base import FLOATS, Spec
-from penstock_enginecore.models.multimodal.families.base import Family, Intake, Tensors
+from penstock_enginecore.models.multimodal.families.base import Checkpoint, Family, Intake, Tensors
 from penstock_enginecore.models.multimodal.processors import Normalization
 
 _FEATURES = "input_features"
@@ -44,10 +44,22 @@ class _Window(Intake):
         return None
 
 
+def _arrange(layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Return the inputs of the first layer with contiguous hidden states. transformers transposes the output of the
+    convolutions, and otherwise all layers would compute with transposed hidden states, which is slow.
+    """
+    del layer
+    return inputs[0].contiguous(), *inputs[1:]
+
+
 class Whisper(Family):
     """Encoder of a Whisper checkpoint."""
 
     intakes: ClassVar[tuple[type[Intake], ...]] = (_Window,)
+
+    def __init__(self, towers: Any, checkpoint: Checkpoint) -> None:
+        super().__init__(towers, checkpoint)
+        towers.encoder.layers[0].register_forward_pre_hook(_arrange)
 
     @property
     def width(self) -> int:
