@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from penstock_common.errors import Internal, InvalidArgument
-from penstock_frontend.app import app
+from penstock_frontend.app import running_model
 from penstock_frontend.app.assembly import assemble
 from penstock_frontend.speech.types import TEMPERATURES, SpeechTask
 from tests.fakes.engines.fake_engine import FakeEngine
@@ -44,7 +44,9 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tupl
     engine = FakeEngine(vocab_size=byte_level().get_vocab_size())
     folder = save_model(tmp_path_factory.mktemp("model") / "model")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(app, "assemble", lambda *args, **kwargs: assemble(*args, **kwargs)._replace(speech=speech))
+        patch.setattr(
+            running_model, "assemble", lambda *args, **kwargs: assemble(*args, **kwargs)._replace(speech=speech)
+        )
         async with engine, openai_server(folder, engines=[engine.address], http={"max_body_bytes": LIMIT}) as api:
             yield api, speech
 
@@ -395,7 +397,7 @@ async def test_the_openapi_document_describes_the_forms(api: OpenAIServer) -> No
 
 
 async def test_a_model_without_speech_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "assemble", assemble)
+    monkeypatch.setattr(running_model, "assemble", assemble)
     engine = FakeEngine(vocab_size=byte_level().get_vocab_size())
     async with engine, openai_server(save_model(tmp_path / "model"), engines=[engine.address]) as api:
         for path in PATHS:

@@ -405,12 +405,12 @@ def _load_runner(
         raise ModelLoadError(
             f"executor.pipeline_parallel_size is above 1, but models with task {task} support only 1; set it to 1"
         )
-    check_speech(config, task)
     check_cache_dtype(config, device)
     check_batch_invariant(config, device, task)
     check_attention_library(config, device, task)
     check_int8(config, device)
     check_float8(config, device, task)
+    check_speech(config, task)
     checkpoint = config.model
     widen = multiplies_linears(config.kernels, device, rounded=checkpoint.dtype == "bfloat16")
     if int8 := checkpoint.quantization == "int8":

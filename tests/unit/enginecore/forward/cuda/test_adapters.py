@@ -324,7 +324,12 @@ def test_layers_of_pooled_models_have_what_plain_torch_adds(family: str, tmp_pat
         starts = step.attention[0].query_start_loc
         attention = [] if model.is_encoder else step.attention
         batch = BackboneBatch(
-            step.token_ids, step.positions, np.zeros_like(step.token_ids), starts, attention, step.segments
+            step.token_ids,
+            step.positions,
+            np.zeros_like(step.token_ids),
+            starts,
+            attention=attention,
+            segments=step.segments,
         )
         backbone.bind(backbone.memory.throwaway(BLOCK_SIZE, 1 + 4 * BLOCKS_OF_A_REQUEST))
         base = backbone.run(dataclasses.replace(batch, segments=()))
