@@ -60,40 +60,91 @@ class MatrixUnit {
   MatrixUnit& operator=(const MatrixUnit&) = delete;
 
   // Computes `sums` [rows, kPanel]: the product of `rows` input rows, which are split into parts, and a panel of `blocks` blocks.
-  // There are at most kStripRows rows, with a stride of `stride` bytes.
-  void multiply(const float* row, int64_t stride, int64_t rows, int64_t parts, const uint16_t* panel, int64_t blocks, float* sums) {
+  // There are at most kStripRows rows, with a stride of `stride` bytes. If `halved` is true, inputs and weights have two parts each
+  // (see kHalved).
+  void multiply(const float* row, int64_t stride, int64_t rows, int64_t parts, bool halved, const uint16_t* panel, int64_t blocks,
+                float* sums) {
     if (rows != rows_) _tile_loadconfig(&kTileShapes[rows - 1]);
     rows_ = rows;
     const auto* inputs = reinterpret_cast<const uint8_t*>(row);
-    if (rows > kTileRows) sum_up<true>(inputs, stride, parts, panel, blocks, sums);
-    else sum_up<false>(inputs, stride, parts, panel, blocks, sums);
+    if (halved) {
+      if (rows > kTileRows) sum_up_halves<true>(inputs, stride, panel, blocks, sums);
+      else sum_up_halves<false>(inputs, stride, panel, blocks, sums);
+    } else {
+      if (rows > kTileRows) sum_up<true>(inputs, stride, parts, panel, blocks, sums);
+      else sum_up<false>(inputs, stride, parts, panel, blocks, sums);
+    }
   }
 
  private:
   template <bool kLower>
   static void sum_up(const uint8_t* inputs, int64_t stride, int64_t parts, const uint16_t* panel, int64_t blocks, float* sums) {
-    constexpr int64_t kRowBytes = kPanel * sizeof(float);  // of the sums, and of a panel's pairs of inputs
     const uint8_t* lower = kLower ? inputs + kTileRows * stride : inputs;
+    clear<kLower>();
+    for (int64_t block = 0; block < blocks; ++block, panel += kBlockInputs * kPanel) {
+      load_weights(panel);
+      for (int64_t part = 0; part < parts; ++part, inputs += 64, lower += 64) {
+        load_inputs<kLower>(inputs, lower, stride);
+        add<kLower>();
+      }
+    }
+    put<kLower>(sums);
+  }
+
+  // Adds, in each block, the products of the weights' remainders with the rounded inputs, of the rounded weights with the inputs'
+  // remainders, and of the rounded weights with the rounded inputs.
+  template <bool kLower>
+  static void sum_up_halves(const uint8_t* inputs, int64_t stride, const uint16_t* panel, int64_t blocks, float* sums) {
+    constexpr int64_t kBlock = kBlockInputs * kPanel;
+    const uint8_t* lower = kLower ? inputs + kTileRows * stride : inputs;
+    clear<kLower>();
+    for (int64_t block = 0; block < blocks; ++block, panel += 2 * kBlock, inputs += 128, lower += 128) {
+      load_weights(panel);
+      load_inputs<kLower>(inputs + 64, lower + 64, stride);
+      add<kLower>();
+      load_weights(panel + kBlock);
+      add<kLower>();
+      load_inputs<kLower>(inputs, lower, stride);
+      add<kLower>();
+    }
+    put<kLower>(sums);
+  }
+
+  static constexpr int64_t kRowBytes = kPanel * sizeof(float);  // of the sums, and of a panel's pairs of inputs
+
+  template <bool kLower>
+  static void clear() {
     _tile_zero(0);
     _tile_zero(1);
     if constexpr (kLower) {
       _tile_zero(2);
       _tile_zero(3);
     }
-    for (int64_t block = 0; block < blocks; ++block, panel += kBlockInputs * kPanel) {
-      _tile_loadd(6, panel, kRowBytes);
-      _tile_loadd(7, panel + kPanel, kRowBytes);
-      for (int64_t part = 0; part < parts; ++part, inputs += 64, lower += 64) {
-        _tile_loadd(4, inputs, stride);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        if constexpr (kLower) {
-          _tile_loadd(5, lower, stride);
-          _tile_dpbf16ps(2, 5, 6);
-          _tile_dpbf16ps(3, 5, 7);
-        }
-      }
+  }
+
+  static void load_weights(const uint16_t* panel) {
+    _tile_loadd(6, panel, kRowBytes);
+    _tile_loadd(7, panel + kPanel, kRowBytes);
+  }
+
+  template <bool kLower>
+  static void load_inputs(const uint8_t* inputs, const uint8_t* lower, int64_t stride) {
+    _tile_loadd(4, inputs, stride);
+    if constexpr (kLower) _tile_loadd(5, lower, stride);
+  }
+
+  template <bool kLower>
+  static void add() {
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    if constexpr (kLower) {
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
     }
+  }
+
+  template <bool kLower>
+  static void put(float* sums) {
     _tile_stored(0, sums, kRowBytes);
     _tile_stored(1, sums + kLanes, kRowBytes);
     if constexpr (kLower) {

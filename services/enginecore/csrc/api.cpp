@@ -6,6 +6,7 @@
 
 #include "chain.h"
 #include "decoder.h"
+#include "encoder.h"
 #include "operators.h"
 
 namespace {
@@ -39,7 +40,7 @@ int penstock_lanes() { return penstock::kLanes; }
 // Returns the number to whose next multiple the inputs of a panel are padded, for weights of the dtype `kind`.
 int64_t penstock_filled_to(int64_t kind) {
   using namespace penstock;
-  return kind == kInt8 ? kFilledTo<int8_t> : kind == kBfloat16 ? kFilledTo<uint16_t> : kFilledTo<float>;
+  return kind == kInt8 ? kFilledTo<int8_t> : kind == kBfloat16 || kind == kHalved ? kFilledTo<uint16_t> : kFilledTo<float>;
 }
 
 // Returns the number of bfloat16 parts into which each input is split (see parts.h). `rounded` says whether inputs may be rounded
@@ -53,7 +54,8 @@ void penstock_sizes(int64_t* sizes) {
   for (size_t size : {sizeof(Linear), sizeof(Cache), sizeof(Params), sizeof(Layer), sizeof(Model), sizeof(Group), sizeof(Step),
                       sizeof(Attention), sizeof(Write), sizeof(Sampling), sizeof(Mask), sizeof(Grouped), sizeof(Mixture), sizeof(Rotary),
                       sizeof(Route), sizeof(Chain), sizeof(Fusion), sizeof(Update), sizeof(Segment), sizeof(StateMemory),
-                      sizeof(StateSequence), sizeof(StateWrite), sizeof(StateStep), sizeof(Convolution), sizeof(Scan)})
+                      sizeof(StateSequence), sizeof(StateWrite), sizeof(StateStep), sizeof(Convolution), sizeof(Scan),
+                      sizeof(EncoderLayer), sizeof(EncoderModel), sizeof(EncoderStep)})
     *sizes++ = static_cast<int64_t>(size);
 }
 
@@ -142,6 +144,16 @@ int penstock_decoder_chain(void* decoder, const penstock::Step* step, const pens
 int penstock_decoder_head(void* decoder, const float* x, const int64_t* rows, int64_t num_rows, float* logits, int64_t num_segments,
                           const penstock::Segment* segments) {
   return guarded([&] { static_cast<penstock::ChainingDecoder*>(decoder)->head(x, rows, num_rows, logits, num_segments, segments); });
+}
+
+int penstock_encoder_new(void* context, const penstock::EncoderModel* model, void** encoder) {
+  return guarded([&] { *encoder = new penstock::Encoder(*model, static_cast<Context*>(context)->pool); });
+}
+
+void penstock_encoder_free(void* encoder) { delete static_cast<penstock::Encoder*>(encoder); }
+
+int penstock_encoder_forward(void* encoder, const penstock::EncoderStep* step) {
+  return guarded([&] { static_cast<penstock::Encoder*>(encoder)->forward(*step); });
 }
 
 }  // extern "C"

@@ -110,6 +110,23 @@ void pack_panel(const float* weight, int64_t n, int64_t k, Weight* packed, int64
   }
 }
 
+// Packs a panel as two bfloat16 parts (see kHalved). In each block of inputs, the remainders precede the rounded weights.
+inline void pack_halves(const float* weight, int64_t n, int64_t k, uint16_t* packed, int64_t panel) {
+  constexpr int64_t kBlock = kBlockInputs * kPanel;
+  const int64_t size = panel_size<uint16_t>(k);
+  uint16_t* to = packed + panel * size * 2;
+  for (int64_t j = 0; j < kPanel; ++j) {
+    const int64_t row = panel * kPanel + j;
+    for (int64_t i = 0; i < size / kPanel; ++i) {
+      const int64_t in_block = (i % kBlockInputs / 2 * kPanel + j) * 2 + i % 2;
+      uint16_t* at = to + i / kBlockInputs * 2 * kBlock + in_block;
+      vh low, high;
+      split(splat(row < n && i < k ? weight[row * k + i] : 0.0f), low, high);
+      at[0] = low[0], at[kBlock] = high[0];
+    }
+  }
+}
+
 inline float kept_weight(float x) { return x; }
 
 inline float kept_weight(uint16_t x) {
@@ -380,8 +397,9 @@ class Product {
     for (int64_t t = 0; t < count; ++t) {
       const int64_t from = start + (end - start) * t / count, to = start + (end - start) * (t + 1) / count;
       for (int64_t panel = first_panel; panel < last_panel; ++panel) {
-        const auto* weights = static_cast<const uint16_t*>(linear_.packed) + panel * panel_size<uint16_t>(linear_.k);
-        unit.multiply(a_ + from * stride_, stride_ * sizeof(float), to - from, linear_.parts, weights, blocks, sums);
+        const bool halved = linear_.kind == kHalved;
+        const auto* weights = static_cast<const uint16_t*>(linear_.packed) + panel * panel_size<uint16_t>(linear_.k) * (halved ? 2 : 1);
+        unit.multiply(a_ + from * stride_, stride_ * sizeof(float), to - from, linear_.parts, halved, weights, blocks, sums);
         if (output_.low_rank != nullptr) output_.low_rank->add(sums, from, to, panel);
         for (int64_t row = from; row < to; ++row) {
           const float* of = sums + (row - from) * kPanel;

@@ -154,6 +154,7 @@ class Operators {
       const Linear& to = linear_;
       void* packed = const_cast<void*>(to.packed);
       if (to.kind == kInt8) pack_panel(packing_, to.n, to.k, static_cast<int8_t*>(packed), panel);
+      else if (to.kind == kHalved) pack_halves(packing_, to.n, to.k, static_cast<uint16_t*>(packed), panel);
       else if (to.kind == kBfloat16) pack_panel(packing_, to.n, to.k, static_cast<uint16_t*>(packed), panel);
       else pack_panel(packing_, to.n, to.k, static_cast<float*>(packed), panel);
     });

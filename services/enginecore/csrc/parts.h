@@ -1,8 +1,8 @@
 // Inputs of matrix products split into bfloat16 parts, for matrix units and instructions that multiply only bfloat16.
 // Three parts together represent a float exactly: the upper bits of the float, the upper bits of the remainder, and the remaining
 // bits. The products of all parts with a bfloat16 weight therefore add up to the product of the float with the weight. Numbers
-// below 2^-103 lose precision, because the units treat denormal parts as zero. A single part is the float rounded to the nearest
-// bfloat16.
+// below 2^-103 lose precision, because the units treat denormal parts as zero. Two parts have 16 or more significant bits. A single
+// part is the float rounded to the nearest bfloat16.
 #pragma once
 
 #include <cstdint>
@@ -27,8 +27,16 @@ constexpr int64_t kFloatParts = 0;
 constexpr int64_t kRoundedParts = 0;
 #endif
 
+// Kind of a float32 weight that is stored as two bfloat16 parts, for a matrix unit: the weight rounded to bfloat16, and the remainder
+// rounded to bfloat16. Together they have 16 or more significant bits. Inputs are split in the same way. A product adds the three
+// products of parts whose sum matters, and leaves out the product of the remainders.
+constexpr int64_t kHalved = 4;
+constexpr int64_t kHalvedParts = 2;
+
 // Returns whether the input rows of the matrix product with `linear` are split into parts.
-inline bool splits(const Linear& linear) { return kBlockInputs > 1 && linear.kind == kBfloat16 && linear.parts > 0; }
+inline bool splits(const Linear& linear) {
+  return kBlockInputs > 1 && (linear.kind == kBfloat16 || linear.kind == kHalved) && linear.parts > 0;
+}
 
 inline int64_t whole_blocks(int64_t k) { return (k + kBlockInputs - 1) / kBlockInputs * kBlockInputs; }
 
@@ -49,6 +57,12 @@ inline vf cut(vf x) { return reinterpret_cast<vf>(reinterpret_cast<vu>(x) & 0xFF
 inline void split(vf x, vh& part) {
   const vu bits = reinterpret_cast<vu>(x);
   part = halves(reinterpret_cast<vf>(x == x ? bits + 0x7FFFu + (bits >> 16 & 1u) : bits | 0x400000u));
+}
+
+// Splits a float into the nearest bfloat16 number and the remainder, rounded to bfloat16. Infinity and NaN have a remainder of NaN or 0.
+inline void split(vf x, vh& low, vh& high) {
+  split(x, high);
+  split(x - reinterpret_cast<vf>(__builtin_convertvector(high, vu) << 16), low);
 }
 
 // Splits a float into three parts. Infinity and NaN are only in the largest part.
@@ -72,6 +86,10 @@ inline void split_row(const Linear& linear, const float* x, float* row) {
       vh part;
       split(inputs, part);
       store(at, part);
+    } else if (linear.parts == kHalvedParts) {
+      vh low, high;
+      split(inputs, low, high);
+      store(at, low), store(at + kBlockInputs, high);
     } else {
       vh low, middle, high;
       split(inputs, low, middle, high);

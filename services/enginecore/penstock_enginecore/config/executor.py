@@ -273,6 +273,10 @@ class KernelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             )
         ),
     ] = True
+    encoder: Annotated[
+        bool,
+        Meta(description=("Compute the layers of known encoders on CPUs, including attention, in one call per step.")),
+    ] = True
     linear: Annotated[
         bool,
         Meta(

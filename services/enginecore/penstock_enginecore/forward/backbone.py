@@ -2,7 +2,7 @@
 layer.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +24,7 @@ from penstock_enginecore.forward.modules import (
     unsupported,
 )
 from penstock_enginecore.lora.adapter import AdaptedModules, LoraAdapter, LoraSegment, TakeAdapter, pooling_layer
-from penstock_enginecore.models.attention_hook import AttentionContext, StepContext, use_context
+from penstock_enginecore.models.attention_hook import AttentionCall, AttentionContext, StepContext, use_context
 from penstock_enginecore.models.encoder import EncoderContext, check_encoder_calls, encoder_inputs
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.layer_embeddings import has_layer_embeddings, layer_inputs
@@ -84,11 +84,13 @@ class BackboneSpecs:
         attention: KV cache needs. Empty for an encoder, which has no KV cache.
         states: Specs of recurrent layers.
         donors: Names of layers whose keys and values another layer shares, as in ``ProbedModel``.
+        calls: Attention calls of an encoder's layers, in order.
     """
 
     attention: dict[str, KVCacheSpec]
     states: dict[str, StateSpec]
     donors: Mapping[str, str] = field(default_factory=dict)
+    calls: Sequence[AttentionCall] = ()
 
 
 class Backbone:
@@ -105,6 +107,7 @@ class Backbone:
         state_kernels: Kernels of recurrent layers, or None to compute them with torch.
         from_start: Compute recurrences token by token, for prompts that begin in the step.
         host_state_kernels: Kernels of recurrent layers on the host, or None.
+        encoder: Computes the hidden states of an encoder in place of the modules, or None.
     """
 
     def __init__(
@@ -120,8 +123,10 @@ class Backbone:
         *,
         from_start: bool = False,
         host_state_kernels: HostStateKernels | None = None,
+        encoder: Callable[[BackboneBatch], torch.Tensor] | None = None,
     ) -> None:
         self.device = device
+        self._encoder = encoder
         self.specs = specs.attention
         self.memory = backend.memory(specs.attention, cache_dtype or model.dtype, device)
         self._states = BoundStates(
@@ -170,6 +175,8 @@ class Backbone:
 
     def run(self, batch: BackboneBatch) -> torch.Tensor:
         """Return hidden states ``[tokens, hidden size]`` after the last layer's norm."""
+        if self._encoder is not None:
+            return self._encoder(batch)
         context: AttentionContext
         if self._model.is_encoder:
             context = EncoderContext(batch.query_start_loc, self.device, batch.num_attended)
@@ -232,7 +239,7 @@ def probe_specs(model: PoolingModel, device: torch.device, block_size: int) -> B
         donors = donor_names(model.module, context.calls)
         return BackboneSpecs(attention, state_specs(model.module, states), donors)
     check_encoder_calls(model.module, context.calls)
-    return BackboneSpecs({}, {})
+    return BackboneSpecs({}, {}, calls=context.calls)
 
 
 def probe_states(backbone: Backbone, probe: Probe) -> torch.Tensor:

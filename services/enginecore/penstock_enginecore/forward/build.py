@@ -28,6 +28,7 @@ from penstock_enginecore.forward.equivalence_check import Proven, first_proven
 from penstock_enginecore.forward.latents import with_latents
 from penstock_enginecore.forward.modules import ModulesForward, ProbedModel, in_cache_dtype, probe_model
 from penstock_enginecore.forward.native import NativeForward, decoder_candidate, linear_candidate, pack_towers
+from penstock_enginecore.forward.native_encoder import NativeEncoder, encoder_candidate, probe_texts
 from penstock_enginecore.forward.stage import StageConfig, StageForward, cut
 from penstock_enginecore.lora.device_slots import SlotLimits
 from penstock_enginecore.models.dtypes import settle
@@ -280,20 +281,34 @@ def build_backbone(model: PoolingModel, config: ForwardConfig) -> BuiltBackbone:
         state_kernels: StateKernels | None = None,
         *,
         from_start: bool = False,
+        encoder: NativeEncoder | None = None,
     ) -> Backbone:
         of = (model, specs, attends, config.device, packed_bytes, config.cache_dtype, adapted, state_kernels)
-        return Backbone(*of, from_start=from_start, host_state_kernels=native.states() if native else None)
+        states = native.states() if native else None
+        return Backbone(*of, from_start=from_start, host_state_kernels=states, encoder=encoder)
 
     def recurring(attends: AttentionBackend, kernels: StateKernels) -> Backbone:
         return backbone(attends, state_kernels=kernels)
 
     reference = backbone(create_backend("reference", config.device), from_start=True)
 
-    probed = partial(probe_states, probe=Probe.prompt(model.vocab_size))
+    def probed(of: Backbone) -> torch.Tensor:
+        if model.is_encoder:
+            return of.run(probe_texts(model))
+        return probe_states(of, Probe.prompt(model.vocab_size))
+
     run, serve = partial(probed, reference), partial(backbone, backend)
     recurrent = Recurrent(specs.states, recurring, backend) if specs.states else None
     attending = Attending(config.device, specs.attention, model.dtype, backbone, probed, recurrent=recurrent)
     candidates = attention_candidates(attending, config.kernels, config.attention_backend)
+    if native is not None and native.uses.encoder and model.is_encoder:
+
+        def serve_encoder(encoder: NativeEncoder) -> Backbone:
+            return backbone(backend, encoder.num_bytes, encoder=encoder)
+
+        refused = "LoRA adapters are enabled" if config.lora is not None else None
+        refused = "workers split the layers" if config.part is not None else refused
+        candidates.append(encoder_candidate(native.library, model, specs, serve_encoder, refused))
     if native is not None and native.uses.linear:
         candidates.append(linear_candidate(native.library, model.module, run, serve))
     proven = first_proven(candidates, run, config.agree)

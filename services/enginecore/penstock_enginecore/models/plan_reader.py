@@ -66,7 +66,7 @@ from penstock_enginecore.models.quantization.layers import (
 from penstock_enginecore.models.rope import query_scale, rotary_query_scale
 from penstock_enginecore.models.sharing import donor_calls
 
-_ACTIVATIONS: Mapping[str, Activation] = {
+ACTIVATION_NAMES: Mapping[str, Activation] = {
     "SiLU": "silu",
     "SiLUActivation": "silu",
     "GELUActivation": "gelu",
@@ -76,7 +76,7 @@ _ACTIVATIONS: Mapping[str, Activation] = {
     "ReLUSquaredActivation": "relu2",
 }
 """Activations by the class name of the activation module in transformers."""
-_ACTIVATION_NAMES = ("act_fn", "activation_fn", "act")
+_ACTIVATION_ATTRIBUTES = ("act_fn", "activation_fn", "act")
 _ATTENTION_OUTPUTS = ("o_proj", "dense")
 _MERGED, _BY_HEAD = ("qkv_proj",), "query_key_value"
 """Names of merged projections to queries, keys and values. The rows of the last one are grouped by head."""
@@ -373,7 +373,7 @@ class PlanReader:
     def mlp(self, mlp: Any) -> MLPPlan:
         """Return the plan of a dense MLP with or without a gate."""
         projections = next(each for each in _BEFORE_ACTIVATION if hasattr(mlp, each[0]))
-        act = next((name for name in _ACTIVATION_NAMES if hasattr(mlp, name)), _ACTIVATION_NAMES[0])
+        act = next((name for name in _ACTIVATION_ATTRIBUTES if hasattr(mlp, name)), _ACTIVATION_ATTRIBUTES[0])
         down = _AFTER_ACTIVATION.get(projections[0], "down_proj")
         self.expect(mlp, "MLP", (*projections, down, act))
         gate_up = tuple(self.linear(getattr(mlp, name)) for name in projections)
@@ -489,11 +489,11 @@ class PlanReader:
     def activation(self, module: Any, name: str) -> Activation:
         """Return the activation in the attribute ``name`` of ``module``."""
         kind = type(getattr(module, name)).__name__
-        if kind not in _ACTIVATIONS:
+        if kind not in ACTIVATION_NAMES:
             raise UnsuitableError(
                 f"{self._names[module]} uses the activation function {kind}, which this decoder does not support"
             )
-        return _ACTIVATIONS[kind]
+        return ACTIVATION_NAMES[kind]
 
     def norm(self, norm: Any, size: int = 0) -> Norm | None:
         """Return the plan of a norm with the family's offset, or None if there is no norm. ``size`` is the number of
@@ -558,7 +558,7 @@ def is_dense(mlp: torch.nn.Module) -> bool:
     """Return whether ``mlp`` has only up and down projections, and possibly a gate projection. Any other MLP is a mixture
     of experts.
     """
-    parts = mlp._modules.keys() - set(_ACTIVATION_NAMES)
+    parts = mlp._modules.keys() - set(_ACTIVATION_ATTRIBUTES)
     return any(parts == {*each, _AFTER_ACTIVATION.get(each[0], "down_proj")} for each in _BEFORE_ACTIVATION)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from penstock_common.errors import ConfigError
-from penstock_enginecore.native.ffi_structs import ALL
+from penstock_enginecore.native import encoder_structs, ffi_structs
 
 # Permission of the operating system to use some instruction sets of the processor.
 
@@ -200,9 +200,10 @@ def _load(path: Path) -> ctypes.CDLL:
         library = ctypes.CDLL(str(path))
     except OSError as e:
         raise KernelsError(f"{path.name} cannot be loaded: {e}") from e
-    sizes = (ctypes.c_int64 * len(ALL))()
+    structs = (*ffi_structs.ALL, *encoder_structs.ALL)
+    sizes = (ctypes.c_int64 * len(structs))()
     library.penstock_sizes(sizes)
-    if list(sizes) != [ctypes.sizeof(struct) for struct in ALL]:
+    if list(sizes) != [ctypes.sizeof(struct) for struct in structs]:
         raise KernelsError(f"{path.name} was built from other sources; install the package again")
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
     for name, arguments in {
@@ -224,12 +225,14 @@ def _load(path: Path) -> ctypes.CDLL:
         "decoder_forward": (pointer, pointer),
         "decoder_chain": (pointer, pointer, pointer),
         "decoder_head": (pointer, pointer, pointer, integer, pointer, integer, pointer),
+        "encoder_new": (pointer, pointer, pointer),
+        "encoder_forward": (pointer, pointer),
     }.items():
         function = getattr(library, f"penstock_{name}")
         function.argtypes, function.restype = arguments, ctypes.c_int
     library.penstock_filled_to.argtypes, library.penstock_filled_to.restype = (integer,), integer
     library.penstock_parts.argtypes, library.penstock_parts.restype = (integer,), integer
-    for name in ("context_free", "decoder_free"):
+    for name in ("context_free", "decoder_free", "encoder_free"):
         function = getattr(library, f"penstock_{name}")
         function.argtypes, function.restype = (pointer,), None
     return library

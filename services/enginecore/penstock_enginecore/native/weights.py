@@ -86,6 +86,10 @@ VECTORS = 64
 """Number of elements that is a multiple of the number of elements that torch's vectorized loops process at a time."""
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 """Numbers that stand for dtypes of weights in the kernels' interface."""
+_HALVED = 4
+"""Number that stands for float32 weights that are stored as two bfloat16 parts, in the kernels' interface."""
+_HALVED_PARTS = 2
+"""Number of bfloat16 parts into which inputs are split if weights are stored as two parts."""
 PACKED_ROWS = 3
 """Number that stands for an embedding table that is a packed weight, in the kernels' interface."""
 
@@ -105,9 +109,14 @@ class PackedWeight:
         bias: torch.Tensor | None = None,
         *,
         half: bool | None = None,
+        halved: bool = False,
     ) -> None:
         """Pack a weight. ``half`` is true to store the weight as bfloat16, and false to store it as float32. If
         ``half`` is None, the dtype is detected.
+
+        If ``halved`` is true and the library has a matrix unit that multiplies only bfloat16, the unit also multiplies
+        float32 weights: weights and inputs are split into two bfloat16 parts, with 16 or more significant bits
+        together. The result differs from the float32 product by about ``2 ** -17`` of each input's share.
         """
         look = half is None
         self.dtype = torch.bfloat16 if half or (look and fits_bfloat16(weight)) else torch.float32
@@ -118,12 +127,14 @@ class PackedWeight:
             self.dtype = torch.int8
             weight = integers.numbers
             self._scales = F.pad(integers.scales, (0, padding))
-        kind = KINDS[self.dtype]
+        kind, parts = KINDS[self.dtype], library.parts
+        if halved and parts > _HALVED_PARTS and self.dtype != torch.int8:
+            kind, parts = (_HALVED if self.dtype == torch.float32 else kind), _HALVED_PARTS
         self._filled_to = library.filled_to(kind)
         self._packed = huge_empty((self.n + padding) * (self.k + -self.k % self._filled_to), dtype=self.dtype)
         self._bias = None if bias is None else widened(bias.detach()).float().clone()
         scales, bias_pointer = (None if part is None else part.data_ptr() for part in (self._scales, self._bias))
-        self.struct = Linear(self._packed.data_ptr(), scales, bias_pointer, self.n, self.k, kind, library.parts)
+        self.struct = Linear(self._packed.data_ptr(), scales, bias_pointer, self.n, self.k, kind, parts)
         self.pointer = ctypes.addressof(self.struct)
         self._pack(library, weight)
 

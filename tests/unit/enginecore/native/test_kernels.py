@@ -368,7 +368,8 @@ def test_an_instruction_set_that_is_not_there_is_refused(monkeypatch: pytest.Mon
 
 def test_a_library_of_other_sources_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     library_module._load.cache_clear()
-    monkeypatch.setattr(library_module, "ALL", (*library_module.ALL[:-1], library_module.ALL[1]))
+    structs = library_module.ffi_structs.ALL
+    monkeypatch.setattr(library_module.ffi_structs, "ALL", (*structs[:-1], structs[1]))
     with pytest.raises(KernelsError, match="built from other sources"):
         open_library("baseline", 1)
     library_module._load.cache_clear()
