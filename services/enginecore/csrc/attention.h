@@ -91,14 +91,16 @@ struct Rows {
   float* output(const Attention& a, int64_t row) const {
     return a.output + (token + row / heads) * a.output_stride + head(row) * a.value_size;
   }
+  // Returns whether any key is visible to a row. With causal attention, a token attends to itself.
+  static constexpr bool sees_any(int64_t) { return true; }
 
   const Params& params;
   int64_t first_head, heads, count;
   int64_t token, position;  // of the first row
 };
 
-// Rows of a task in a step with `key_ends`, in which some queries attend to later keys. The ends of the keys never decrease from
-// query to query.
+// Rows of a task in a step with `key_ends`, in which some queries attend to later keys, or do not attend to themselves. The ends of
+// the keys never decrease from query to query. With a window, all visible keys of a query may be before its window.
 struct SpanRows : Rows {
   SpanRows(const Attention& a, const AttentionTask& task) : Rows(a, task), ends(a.key_ends + token) {}
 
@@ -110,6 +112,7 @@ struct SpanRows : Rows {
   int64_t first_seeing(int64_t from) const {
     return (std::partition_point(ends, ends + count / heads, [from](int64_t end) { return end <= from; }) - ends) * heads;
   }
+  bool sees_any(int64_t row) const { return lowest(params, position + row / heads) < ends[row / heads]; }
 
   const int64_t* ends;  // ends of the keys of the task's queries
 };
@@ -180,6 +183,7 @@ void attend_segment(const Attention& a, const AttentionTask& task, const AnyRows
     s.part.total[row] = vf{};
   }
   const int64_t begin = std::max(rows.begin(), segment * kSegment), end = std::min(rows.end(), (segment + 1) * kSegment);
+  if (begin >= end) return;
   // Positions are clamped to begin..end. Keys outside this range are masked, so any chunk may be read for these keys.
   const auto chunk = [&](int64_t key) { return chunk_of(a.group, task.request, std::clamp(key, begin, end - 1)) * kChunk; };
   const auto key_chunk = [&](int64_t key) {
@@ -261,9 +265,15 @@ void add_segment(const Attention& a, const AnyRows& rows, int64_t segment, int64
     store(whole.output[row] + d, load(whole.output[row] + d) * old + load(part.output[row] + d) * more);
 }
 
-inline void put_out(const Attention& a, const Rows& rows, const Sums& sums) {
+// Writes the results of the rows. The result of a row without visible keys is zero.
+template <class AnyRows>
+void put_out(const Attention& a, const AnyRows& rows, const Sums& sums) {
   for (int64_t row = 0; row < rows.count; ++row) {
     float* to = rows.output(a, row);
+    if (!rows.sees_any(row)) {
+      std::fill_n(to, a.value_size, 0.0f);
+      continue;
+    }
     const vf scale = splat(1.0f / sum(sums.total[row]));
     for (int64_t d = 0; d < a.value_size; d += kLanes) store(to + d, load(sums.output[row] + d) * scale);
   }

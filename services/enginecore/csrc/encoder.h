@@ -56,7 +56,7 @@ class Encoder {
     int64_t text, first, end;  // tokens first..end - 1
   };
 
-  // Gives each text consecutive chunks of the memory for keys and values.
+  // Gives each text consecutive chunks of the memory for keys and values, and finds the ends of each token's visible keys.
   void place_texts() {
     const EncoderModel& m = model_;
     chunks_.clear();
@@ -70,6 +70,7 @@ class Encoder {
     table_.assign(step_.num_texts * table_stride_, 0);
     for (int64_t text = 0; text < step_.num_texts; ++text) {
       const int64_t start = step_.starts[text], end = step_.starts[text + 1];
+      const int64_t visible = step_.num_attended == nullptr ? end : std::min(end, start + step_.num_attended[text]);
       lengths_[text] = end - start;
       for (int64_t first = start; first < end; first += kChunk) {
         const auto chunk = static_cast<int64_t>(chunks_.size());
@@ -77,8 +78,8 @@ class Encoder {
         table_[text * table_stride_ + (first - start) / kChunk] = static_cast<int32_t>(chunk);
         for (int64_t token = first; token < chunks_.back().end; ++token) {
           slots_[token] = chunk * kChunk + token - first;
-          ends_[0][token] = end - start;
-          for (size_t w = 0; w < windows_.size(); ++w) ends_[1 + w][token] = std::min(end, token + windows_[w]) - start;
+          ends_[0][token] = visible - start;
+          for (size_t w = 0; w < windows_.size(); ++w) ends_[1 + w][token] = std::min(visible, token + windows_[w]) - start;
         }
       }
     }

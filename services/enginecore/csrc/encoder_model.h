@@ -52,8 +52,9 @@ struct EncoderModel {
 };
 
 // Texts of a step, one after the other. Text i has the tokens `starts[i]` to `starts[i + 1] - 1`. `token_ids`, `type_ids` and
-// `position_ids` [tokens] are rows of the tables of embeddings. If `token_ids` is null, `x` has the embeddings. The step writes the
-// hidden states after the last layer to `x` [tokens, hidden].
+// `position_ids` [tokens] are rows of the tables of embeddings. If `token_ids` is null, `x` has the embeddings. Text i's tokens attend
+// to its first `num_attended[i]` tokens, or to all its tokens if `num_attended` is null. The step writes the hidden states after the
+// last layer to `x` [tokens, hidden].
 struct EncoderStep {
   int64_t num_tokens;
   int64_t num_texts;
@@ -61,6 +62,7 @@ struct EncoderStep {
   const int64_t* token_ids;
   const int64_t* type_ids;
   const int64_t* position_ids;
+  const int64_t* num_attended;
   float* x;
 };
 

@@ -540,7 +540,7 @@ struct Route {
 };
 
 // Attention of a step without the rest of a layer. `query` is [tokens, heads, head size] and `output` is [tokens, heads, value
-// size]. Strides are distances between tokens. `key_ends` is as in Step.
+// size]. Strides are distances between tokens. `key_ends` is as in Step, but an end may also be at or before the token's own position.
 struct Attention {
   int64_t num_requests;
   const int64_t* query_start;

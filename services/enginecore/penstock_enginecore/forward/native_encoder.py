@@ -116,6 +116,7 @@ class NativeEncoder:
         if types is None:  # without types in its input, a model's embeddings use type 0
             types = torch.zeros(len(token_ids), dtype=torch.int64)
         self._check(token_ids)
+        attended = None if batch.num_attended is None else np.ascontiguousarray(batch.num_attended)
         hidden = torch.empty(len(token_ids), self._hidden)
         step = EncoderStep(
             len(token_ids),
@@ -124,6 +125,7 @@ class NativeEncoder:
             token_ids.ctypes.data,
             types.data_ptr(),
             inputs["position_ids"].data_ptr(),
+            None if attended is None else attended.ctypes.data,
             hidden.data_ptr(),
         )
         self._library.call_on(self._handle, "encoder_forward", ctypes.byref(step))

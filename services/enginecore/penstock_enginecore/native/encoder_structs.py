@@ -67,6 +67,7 @@ class EncoderStep(ctypes.Structure):
         ("token_ids", _Pointer),
         ("type_ids", _Pointer),
         ("position_ids", _Pointer),
+        ("num_attended", _Pointer),
         ("x", _Pointer),
     ]
 

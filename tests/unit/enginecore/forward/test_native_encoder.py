@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from penstock_common.types.request import PoolingParams, PoolingTask
 from penstock_enginecore.config import KernelsConfig, ModelConfig
 from penstock_enginecore.forward.backbone import BackboneBatch
 from penstock_enginecore.forward.build import BuiltBackbone, ForwardConfig, build_backbone
@@ -15,7 +16,8 @@ from penstock_enginecore.models.encoder import position_offset
 from penstock_enginecore.native.library import KernelsError, find_library
 from penstock_enginecore.native.weights import round_linears
 from penstock_enginecore.pooling.embedder import load_pooling_model
-from tests.fakes.models.pooling_models import MAX_POSITIONS, TWO_WAY, VOCAB_SIZE, save_pooling_model
+from tests.fakes.engines.in_process import build_engine
+from tests.fakes.models.pooling_models import MAX_POSITIONS, TWO_WAY, VOCAB_SIZE, WINDOW, pool, save_pooling_model
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "initializer_range": 0.1}
 """Sizes whose heads of 16 elements fit the vectors of every instruction set."""
@@ -31,6 +33,8 @@ ONE_CALL: dict[str, dict[str, Any]] = {
     "qwen2": {**TWO_WAY["qwen2"], "head_dim": 16},
 }
 LENGTHS = (5, 1, 40, 16, 17, MAX_POSITIONS - 2, 5, 33)
+ATTENDED = (3, 1, 1, 16, 7, 2 * WINDOW + 1, 4, 32)
+"""Numbers of attended tokens of the texts with ``LENGTHS``. Some windows of ModernBERT have no attended token."""
 
 
 def saved(family: str, directory: Path, **config: Any) -> Any:
@@ -47,13 +51,14 @@ def built(directory: Path, dtype: Any = "float32", *, int8: bool = False, **conf
     return build_backbone(model, ForwardConfig(device=cpu, rounded=dtype == "bfloat16", **settings | config))
 
 
-def batch_of(texts: list[np.ndarray]) -> BackboneBatch:
+def batch_of(texts: list[np.ndarray], attended: tuple[int, ...] | None = None) -> BackboneBatch:
     types = [(np.arange(len(text)) > 3).astype(np.int64) for text in texts]
     return BackboneBatch(
         token_ids=np.concatenate(texts),
         positions=np.concatenate([np.arange(len(text)) for text in texts]),
         token_types=np.concatenate(types),
         query_start_loc=np.cumsum([0, *map(len, texts)]),
+        num_attended=None if attended is None else np.array(attended),
     )
 
 
@@ -63,18 +68,21 @@ def texts_of(lengths: tuple[int, ...] = LENGTHS) -> list[np.ndarray]:
 
 
 @torch.inference_mode()
-def hidden_of(backbone: BuiltBackbone, texts: list[np.ndarray]) -> list[torch.Tensor]:
-    return list(torch.split(backbone.backbone.run(batch_of(texts)), [len(text) for text in texts]))
+def hidden_of(
+    backbone: BuiltBackbone, texts: list[np.ndarray], attended: tuple[int, ...] | None = None
+) -> list[torch.Tensor]:
+    return list(torch.split(backbone.backbone.run(batch_of(texts, attended)), [len(text) for text in texts]))
 
 
 @torch.inference_mode()
-def expected_of(model: Any, texts: list[np.ndarray]) -> list[torch.Tensor]:
-    model.set_attn_implementation("eager")
+def expected_of(model: Any, texts: list[np.ndarray], attended: tuple[int, ...] | None = None) -> list[torch.Tensor]:
+    # Eager attention averages all tokens if a window has none to attend to.
+    model.set_attn_implementation("eager" if attended is None else "sdpa")
     found = []
-    for text in texts:
+    for text, end in zip(texts, attended or LENGTHS, strict=True):
         inputs = {
             "input_ids": torch.from_numpy(text)[None],
-            "attention_mask": torch.ones(1, len(text), dtype=torch.int64),
+            "attention_mask": (torch.arange(len(text)) < end).long()[None],
         }
         if getattr(model.config, "type_vocab_size", 0) > 1:
             inputs["token_type_ids"] = (torch.arange(len(text)) > 3).long()[None]
@@ -84,10 +92,10 @@ def expected_of(model: Any, texts: list[np.ndarray]) -> list[torch.Tensor]:
     return found
 
 
-def assert_same(backbone: BuiltBackbone, expected: list[torch.Tensor]) -> None:
+def assert_same(backbone: BuiltBackbone, expected: list[torch.Tensor], attended: tuple[int, ...] | None = None) -> None:
     """Check hidden states and embeddings. The matrix unit computes with 16 significant bits, other kernels with 24."""
     scale = 1 if backbone.computing.startswith("amx") else 0.1
-    for result, wanted in zip(hidden_of(backbone, texts_of()), expected, strict=True):
+    for result, wanted in zip(hidden_of(backbone, texts_of(), attended), expected, strict=True):
         torch.testing.assert_close(result, wanted, atol=2e-4 * scale, rtol=1e-3)
         means = (torch.nn.functional.normalize(each.mean(0), dim=0) for each in (result, wanted))
         torch.testing.assert_close(*means, atol=1e-5 * max(scale, 0.2), rtol=0)
@@ -121,6 +129,54 @@ def test_instruction_sets(isa: Any, family: str, tmp_path: Path) -> None:
     backbone = built(tmp_path, kernels=KernelsConfig(isa=isa))
     assert f"{isa} kernels (encoder)" in backbone.computing
     assert_same(backbone, expected_of(model, texts_of()))
+    assert_same(backbone, expected_of(model, texts_of(), ATTENDED), ATTENDED)
+
+
+@pytest.mark.parametrize("family", ["bert", "modernbert", "llama"])
+def test_attended_tokens(family: str, tmp_path: Path) -> None:
+    saved(family, tmp_path)
+    backbone, modules = built(tmp_path), built(tmp_path, kernels=KernelsConfig(isa="off"))
+    assert "(encoder)" in backbone.computing
+    assert_same(backbone, hidden_of(modules, texts_of(), ATTENDED), ATTENDED)
+    everything = hidden_of(backbone, texts_of(), LENGTHS)
+    assert all(torch.equal(*each) for each in zip(everything, hidden_of(backbone, texts_of()), strict=True))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_attended_tokens_of_a_long_text(dtype: str, tmp_path: Path) -> None:
+    """With 16 threads and one head, the kernels compute the segments of keys separately. The last windows see no key."""
+    sizes = {"num_attention_heads": 1, "hidden_size": 16, "max_position_embeddings": 1100}
+    saved("modernbert", tmp_path, **sizes)
+    texts = texts_of((1100,))
+    modules, one, many = (
+        built(tmp_path, dtype, kernels=KernelsConfig(isa=isa), num_threads=num_threads)
+        for isa, num_threads in (("off", 1), ("auto", 1), ("auto", 16))
+    )
+    for attended in ((1030,), (1,)):
+        [expected], [result] = (hidden_of(each, texts, attended) for each in (modules, one))
+        assert torch.cosine_similarity(result, expected, dim=1).min() > (0.9999 if dtype == "float32" else 0.98)
+        assert torch.equal(hidden_of(many, texts, attended)[0], result)
+
+
+@pytest.mark.parametrize("family", ["bert", "modernbert"])
+def test_scores_of_cross_encoders(family: str, tmp_path: Path, caplog: Any) -> None:
+    caplog.set_level("INFO")
+    model = saved(family, tmp_path, head="ForSequenceClassification", num_labels=1)
+    engine = build_engine(tmp_path)
+    assert "kernels (encoder)" in caplog.text
+    texts, start = texts_of(), 4
+    inputs = {"token_type_ids": True} if family == "bert" else {}
+    expected = []
+    for text in texts:
+        types = {name: (torch.arange(len(text)) >= start).long()[None] for name in inputs}
+        with torch.inference_mode():
+            expected.append(model(torch.from_numpy(text)[None], **types).logits[0].sigmoid())
+    starts = {index: start for index, text in enumerate(texts) if len(text) > start}
+    params = PoolingParams(task=PoolingTask.SCORE)
+    results = pool(engine, [text.tolist() for text in texts], params, starts)
+    assert len({round(float(each), 3) for each in expected}) > 4
+    for result, wanted in zip(results, expected, strict=True):
+        torch.testing.assert_close(result, wanted, atol=1e-4, rtol=0)
 
 
 def test_results_do_not_depend_on_other_texts(tmp_path: Path) -> None:
