@@ -17,7 +17,7 @@ def served(name: str, *, aliases: dict[str, str] | None = None, adapters: dict[s
     names = Adapters(lora, model=name, aliases=model.aliases, frontend_id="f")
     llm: Any = SimpleNamespace(adapters=SimpleNamespace(adapters=names))
     unused: Any = None
-    return ServedModel(config=model, lora=lora, llm=llm, chat=unused, scoring=unused, labels=())
+    return ServedModel(config=model, lora=lora, llm=llm, chat=unused, scoring=unused, labels=(), speech=None)
 
 
 @pytest.fixture

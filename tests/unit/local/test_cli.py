@@ -112,8 +112,8 @@ def test_a_flag_that_is_not_there_gets_what_may_have_been_meant(
     [
         (
             ["serv", "m"],
-            "'serv' is not known; known: serve, generate, chat, status, scale, bench, models, pull, lora, batch, demo; "
-            "did you mean 'serve'?",
+            "'serv' is not known; known: serve, generate, transcribe, chat, status, scale, bench, models, pull, lora, batch, "
+            "demo; did you mean 'serve'?",
         ),
         (["serve", "m", "--device", "gpu"], "--device: 'gpu' is not known; known: auto, cpu, cuda; GPUs are cuda here"),
         (

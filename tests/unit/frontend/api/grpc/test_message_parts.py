@@ -13,6 +13,7 @@ from penstock_frontend.api.grpc.messages import chat_request, embed_request, gen
 from penstock_frontend.api.media_sources import MAX_FRAMES
 from penstock_frontend.call_types import ContentPart, EncodedFile, Features, Frame, Frames, MediaPart, MixedPrompt, Url
 from penstock_frontend.config import LimitsConfig
+from penstock_frontend.processing.prompts.named_prompts import NamedPrompts
 
 pb: Any = messages_pb2  # messages are built from dictionaries here
 media_pb2: Any = media_messages
@@ -168,7 +169,7 @@ def test_media_stand_between_the_parts_of_prompts_and_inputs() -> None:
     assert isinstance(prompt, MixedPrompt)
     assert prompt.fields == ("mixed.parts[0].text", "mixed.parts[1].media", "mixed.parts[2].token_ids.ids")
     assert [part.field for part in prompt.media] == ["mixed.parts[1].media.data"]
-    request = embed_request(pb.EmbedRequest(inputs=[{"text": "x"}, {"mixed": mixed}]), **CALL)
+    request = embed_request(pb.EmbedRequest(inputs=[{"text": "x"}, {"mixed": mixed}]), **CALL, prompts=NamedPrompts())
     assert request.fields == ["inputs[0].text", "inputs[1].mixed"]
     assert isinstance(request.inputs[1], MixedPrompt)
     assert [part.field for part in request.inputs[1].media] == ["inputs[1].mixed.parts[1].media.data"]
@@ -177,8 +178,9 @@ def test_media_stand_between_the_parts_of_prompts_and_inputs() -> None:
 def test_vectors_are_no_inputs_and_scores_are_of_texts() -> None:
     vectors = pb.PoolingInput(mixed={"parts": [{"embeds": tensor(1, 1, dtype=1, inline=bytes(4))}]})
     with pytest.raises(Unimplemented) as raised:
-        embed_request(pb.EmbedRequest(inputs=[vectors]), **CALL)
+        embed_request(pb.EmbedRequest(inputs=[vectors]), **CALL, prompts=NamedPrompts())
     assert raised.value.field == "inputs[0].mixed.parts[0].embeds"
     with pytest.raises(Unimplemented) as raised:
-        score_request(pb.ScoreRequest(query={"text": "a"}, documents=[{"mixed": {}}]), metadata={}, time_left=None)
+        message = pb.ScoreRequest(query={"text": "a"}, documents=[{"mixed": {}}])
+        score_request(message, metadata={}, time_left=None, prompts=NamedPrompts())
     assert raised.value.field == "documents[0].mixed"

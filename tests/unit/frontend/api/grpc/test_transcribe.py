@@ -17,7 +17,8 @@ from penstock_common.config.settings import Reread
 from penstock_common.rpc.server import RpcServer
 from penstock_frontend.api.grpc import inference
 from penstock_frontend.api.grpc.speech_messages import transcription_request
-from penstock_frontend.config import FrontendConfig, LimitsConfig, ModelConfig
+from penstock_frontend.config import LimitsConfig, LoraConfig, ModelConfig
+from penstock_frontend.served_models import ServedModel, ServedModels
 from penstock_frontend.speech.types import TEMPERATURES, SpeechTask
 from penstock_local.cli import build_parser, main
 from penstock_local.commands.transcribe import TranscribeOptions, transcribe
@@ -35,11 +36,17 @@ class Served:
     async def start(self) -> RpcServer:
         rpc = RpcServer(ServerConfig(host="127.0.0.1"), service_names=())
         unused: Any = None
-        config = FrontendConfig(model=ModelConfig(path="m", served_model_name="m"), engines=("localhost:1",))
-        speech = None if self.rig is None else self.rig.calls
-        servicer = inference.InferenceServicer(
-            unused, unused, config, Reread(LimitsConfig()), (), unused, speech, unused
+        model = ServedModel(
+            config=ModelConfig(path="m", served_model_name="m"),
+            lora=LoraConfig(),
+            llm=unused,
+            chat=unused,
+            scoring=unused,
+            labels=(),
+            speech=None if self.rig is None else self.rig.calls,
         )
+        limits = Reread(LimitsConfig())
+        servicer = inference.InferenceServicer(ServedModels([model]), limits, unused, max_response_bytes=1 << 20)
         inference.add_to_server(servicer, rpc.server)
         self.address = f"127.0.0.1:{await rpc.start()}"
         await rpc.set_serving(True)
