@@ -203,11 +203,13 @@ def main() -> None:
     parser.add_argument("--peer", default="", help="interpreter that has faster-whisper")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--long", action="store_true", help="clips that are longer than Whisper's window of 30 s")
-    parser.add_argument("--only", default="", help="systems whose names contain this text")
+    parser.add_argument("--only", nargs="+", default=[""], help="systems whose names contain one of these texts")
     parser.add_argument("--flags", nargs="*", default=[], help="further flags of penstock serve")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, ExitStack() as ends:
-        found = {which: start(ends) for which, start in starts(args, Path(name)) if args.only in which}
+        found = {
+            which: start(ends) for which, start in starts(args, Path(name)) if any(part in which for part in args.only)
+        }
         spoken = clips(Path(name), long=args.long, run=0)
         seconds = sum(clip.seconds for clip in spoken)
         print(f"{machine()}; {len(spoken)} clips, {seconds:.0f} s of audio", flush=True)

@@ -81,7 +81,7 @@ COMMANDS_NOT_RUN = {
     "penstock serve Qwen/Qwen3-0.6B sentence": "is on the hub, tests/e2e/test_several_models.py serves two models",
     "penstock serve --models models.yaml": "is on the hub, tests/e2e/test_several_models.py serves two models",
     "penstock chat --model Qwen3-0.6B": "needs a server with two models",
-    "curl localhost:8000/v1/embeddings -H 'content-type: application/json' \\\n  -d '{\"model\": \"all-MiniLM": "needs both models",
+    "curl localhost:8000/v1/embeddings -H 'content-type: application/json' \\\n  -d '{\"model\": \"all-MiniLM": "needs 2 models",
     "penstock serve openai/whisper-large-v3-turbo": "is on the hub",
     "penstock transcribe": "the file is the reader's, tests/unit/frontend/api/grpc/test_transcribe.py has one",
     "curl localhost:8000/v1/audio/transcriptions": "the file is the reader's",
