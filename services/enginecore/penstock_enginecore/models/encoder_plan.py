@@ -134,6 +134,21 @@ def _embeddings(embeddings: Any) -> dict[str, Any]:
     }
 
 
+def _classic(
+    model: Any, layers: Sequence[EncoderLayerPlan], activation: Any, calls: Sequence[AttentionCall]
+) -> EncoderPlan:
+    """Return the plan of a model whose norms come after the additions, and whose MLP has no gate, as in BERT."""
+    return EncoderPlan(
+        layers=tuple(layers),
+        final_norm=None,
+        post_norm=True,
+        gated=False,
+        activation=_activation(activation),
+        **_embeddings(model.embeddings),
+        **_shape(calls),
+    )
+
+
 def _bert(model: Any, calls: Sequence[AttentionCall]) -> EncoderPlan:
     if hasattr(model, "embeddings_project"):
         raise UnsuitableError("the embeddings have another size than the hidden states")
@@ -151,15 +166,7 @@ def _bert(model: Any, calls: Sequence[AttentionCall]) -> EncoderPlan:
                 **_attends(call),
             )
         )
-    return EncoderPlan(
-        layers=tuple(layers),
-        final_norm=None,
-        post_norm=True,
-        gated=False,
-        activation=_activation(model.encoder.layer[0].intermediate.intermediate_act_fn),
-        **_embeddings(model.embeddings),
-        **_shape(calls),
-    )
+    return _classic(model, layers, model.encoder.layer[0].intermediate.intermediate_act_fn, calls)
 
 
 def _distilbert(model: Any, calls: Sequence[AttentionCall]) -> EncoderPlan:
@@ -177,15 +184,7 @@ def _distilbert(model: Any, calls: Sequence[AttentionCall]) -> EncoderPlan:
                 **_attends(call),
             )
         )
-    return EncoderPlan(
-        layers=tuple(layers),
-        final_norm=None,
-        post_norm=True,
-        gated=False,
-        activation=_activation(model.transformer.layer[0].ffn.activation),
-        **_embeddings(model.embeddings),
-        **_shape(calls),
-    )
+    return _classic(model, layers, model.transformer.layer[0].ffn.activation, calls)
 
 
 def _rotates_all(model: Any) -> tuple[Callable[[int], Rotary]]:

@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 _PRECISION = 0.02
 """Seconds between two timestamps."""
-
-
 _LEAST_UNREAD = 1.0
 """Minimum number of seconds that the model must have read, and that must be left, to read the rest of a window."""
 

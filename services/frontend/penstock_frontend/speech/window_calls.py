@@ -109,8 +109,8 @@ class WindowCalls:
                 break
         if not request.segments or detected is None:
             return Spoken(text, ())
-        segments = self._segments(window, output.token_ids, temperature, found, detected)
         ids = [each for each in output.token_ids if self._is_spoken(each)]
+        segments = self._segments(window, ids, temperature, found, detected)
         if (time := unread_from(ids, tokens.first_timestamp, window.seconds)) is None:
             return Spoken(text, segments)
         rest = await self.transcribe(window.rest(time), language, detected)
@@ -124,8 +124,7 @@ class WindowCalls:
         found: Quality,
         detected: Detected,
     ) -> list[Segment]:
-        first = self._tokens.first_timestamp
-        ids = [each for each in token_ids if self._is_spoken(each)]
+        """Return the segments of a window, whose text and timestamps are ``token_ids``."""
         return [
             Segment(
                 start=window.start + span.start,
@@ -138,7 +137,7 @@ class WindowCalls:
                 compression_ratio=found.compression_ratio,
                 no_speech_prob=detected.no_speech_prob,
             )
-            for span in spans(ids, first, window.seconds)
+            for span in spans(token_ids, self._tokens.first_timestamp, window.seconds)
         ]
 
     def _is_spoken(self, token_id: int) -> bool:

@@ -27,7 +27,7 @@ from penstock_frontend.api.openai.audio.answers import (
     TranscribedText,
     VerboseTranscription,
 )
-from penstock_frontend.api.openai.audio.transcriptions import TranscriptionBody, TranslationBody
+from penstock_frontend.api.openai.audio.transcriptions import SpeechFields, TranscriptionBody, TranslationBody
 from penstock_frontend.api.openai.chat_completions import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
 from penstock_frontend.api.openai.completions import Completion, CompletionRequest
 from penstock_frontend.api.openai.errors import ErrorBody
@@ -95,6 +95,22 @@ _SCORE = _Operation(summary="Score pairs of texts", body=ScoreBody, answer=Score
 _RERANK = _Operation(
     summary="Rank documents by relevance", body=RerankBody, answer=Ranking | list[RankedText], errors=_CALL
 )
+
+
+def _speech(summary: str, body: type[SpeechFields]) -> _Operation:
+    """Return the operation of a route for audio files."""
+    return _Operation(
+        summary=summary,
+        body=body,
+        answer=TranscribedText,
+        other=VerboseTranscription,
+        chunk=TextDeltaEvent,
+        text=PLAIN_TEXT,
+        errors=_FORM_CALL,
+        is_form=True,
+    )
+
+
 _POSTS: Mapping[str, _Operation] = {
     "/v1/completions": _Operation(
         summary="Continue prompts", body=CompletionRequest, answer=Completion, chunk=Completion, errors=_CALL
@@ -130,26 +146,8 @@ _POSTS: Mapping[str, _Operation] = {
     "/v1/embeddings": _Operation(
         summary="Compute embeddings of inputs", body=EmbeddingRequest, answer=EmbeddingList, errors=_CALL
     ),
-    "/v1/audio/transcriptions": _Operation(
-        summary="Transcribe an audio file",
-        body=TranscriptionBody,
-        answer=TranscribedText,
-        other=VerboseTranscription,
-        chunk=TextDeltaEvent,
-        text=PLAIN_TEXT,
-        errors=_FORM_CALL,
-        is_form=True,
-    ),
-    "/v1/audio/translations": _Operation(
-        summary="Translate the speech of an audio file to English",
-        body=TranslationBody,
-        answer=TranscribedText,
-        other=VerboseTranscription,
-        chunk=TextDeltaEvent,
-        text=PLAIN_TEXT,
-        errors=_FORM_CALL,
-        is_form=True,
-    ),
+    "/v1/audio/transcriptions": _speech("Transcribe an audio file", TranscriptionBody),
+    "/v1/audio/translations": _speech("Translate the speech of an audio file to English", TranslationBody),
     "/v1/score": _SCORE,
     "/score": _SCORE,
     "/v1/rerank": _RERANK,
