@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -132,25 +132,27 @@ class PageServer:
             return JSONResponse({"error": error}, status_code=status, headers=headers)
         return StreamingResponse(self._speak(), media_type="text/event-stream")
 
-    async def _speak(self) -> AsyncIterator[str]:
-        try:
-            for piece in self.pieces:
-                if piece == HOLD:
-                    await self.go_on.wait()
-                elif piece == CUT:
-                    return
-                else:
-                    yield event(type="transcript.text.delta", delta=piece)
-            if self.broken is not None:
-                yield event(error=self.broken)
-                return
-            text = "".join(piece for piece in self.pieces if isinstance(piece, str) and piece != HOLD)
-            yield event(type="transcript.text.done", text=text.strip(), usage={"type": "duration", "seconds": 3})
-        except asyncio.CancelledError:
-            self.abandoned.set()
-            raise
+    def _speak(self) -> AsyncIterator[str]:
+        text = "".join(piece for piece in self.pieces if isinstance(piece, str) and piece != HOLD)
+        return self._events(
+            lambda piece: event(type="transcript.text.delta", delta=piece),
+            [event(type="transcript.text.done", text=text.strip(), usage={"type": "duration", "seconds": 3})],
+        )
 
-    async def _stream(self, *, chat: bool) -> AsyncIterator[str]:
+    def _stream(self, *, chat: bool) -> AsyncIterator[str]:
+        count = len(self.pieces)
+        usage = {"prompt_tokens": 5, "completion_tokens": count, "total_tokens": 5 + count}
+        return self._events(
+            lambda piece: event(choices=[{"index": 0, "finish_reason": None, **content(piece, chat=chat)}]),
+            [
+                event(choices=[{"index": 0, "finish_reason": "length", **content("", chat=chat)}]),
+                event(choices=[], usage=usage | {"prompt_tokens_details": {"cached_tokens": 4}}),
+                "data: [DONE]\n\n",
+            ],
+        )
+
+    async def _events(self, form: Callable[[str | dict[str, Any]], str], ends: Sequence[str]) -> AsyncIterator[str]:
+        """Yield an event for each piece, in the given form, and then ``ends``, or an error in place of ``ends``."""
         try:
             for piece in self.pieces:
                 if piece == HOLD:
@@ -158,15 +160,12 @@ class PageServer:
                 elif piece == CUT:
                     return
                 else:
-                    yield event(choices=[{"index": 0, "finish_reason": None, **content(piece, chat=chat)}])
+                    yield form(piece)
             if self.broken is not None:
                 yield event(error=self.broken)
                 return
-            yield event(choices=[{"index": 0, "finish_reason": "length", **content("", chat=chat)}])
-            count = len(self.pieces)
-            usage = {"prompt_tokens": 5, "completion_tokens": count, "total_tokens": 5 + count}
-            yield event(choices=[], usage=usage | {"prompt_tokens_details": {"cached_tokens": 4}})
-            yield "data: [DONE]\n\n"
+            for end in ends:
+                yield end
         except asyncio.CancelledError:
             self.abandoned.set()
             raise
