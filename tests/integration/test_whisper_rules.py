@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig
-from transformers.models.whisper.generation_whisper import WhisperGenerationMixin
 
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
@@ -19,6 +17,7 @@ from penstock_enginecore.models import loader
 from penstock_enginecore.models.whisper_rules import WhisperRules
 from tests.fakes.engines.in_process import answer, build_engine, generate
 from tests.fakes.models.tiny_models import VOCAB_SIZE, save_tiny_model
+from tests.fakes.models.whisper_processors import processors_of
 
 END, START, LANGUAGE, TASK, NO_TIMESTAMPS = 200, 201, 202, 203, 249
 RULES = WhisperRules((1, 2, 3), (END,), NO_TIMESTAMPS, 5, END, START, (TASK,))
@@ -43,22 +42,12 @@ def _with_rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def expected(model: torch.nn.Module, prompt: list[int]) -> list[int]:
     """Return the greedy tokens after transformers' processors."""
-    config = GenerationConfig(
-        suppress_tokens=list(RULES.suppressed),
-        begin_suppress_tokens=list(RULES.suppressed_first),
-        eos_token_id=END,
-        no_timestamps_token_id=NO_TIMESTAMPS,
-        max_initial_timestamp_index=RULES.max_first_timestamp,
-        return_timestamps=prompt[-1] != NO_TIMESTAMPS,
-        no_speech_threshold=None,
-    )
-    processors = WhisperGenerationMixin._retrieve_logit_processors(None, config, None, len(prompt), 1, "cpu")
+    processors = processors_of(RULES, len(prompt), timed=prompt[-1] != NO_TIMESTAMPS)
     tokens = list(prompt)
     for _ in range(NEW_TOKENS):
         with torch.inference_mode():
             scores = model(torch.tensor([tokens])).logits[:, -1].float()
-        for processor in processors:
-            scores = processor(torch.tensor([tokens]), scores)
+        scores = processors(torch.tensor([tokens]), scores)
         tokens.append(int(scores.argmax()))
     return tokens[len(prompt) :]
 

@@ -6,14 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import GenerationConfig, LogitsProcessorList
-from transformers.models.whisper.generation_whisper import WhisperGenerationMixin
 
 from penstock_common.types.sampling import SamplingParams, StructuredOutput
 from penstock_enginecore.core.scheduler.output import NewRequestData, SchedulerOutput
 from penstock_enginecore.executor.generation.input_batch import InputBatch
 from penstock_enginecore.models.whisper_rules import WhisperRules
 from penstock_enginecore.sample.rules import LogitRules, apply_rules
+from tests.fakes.models.whisper_processors import processors_of
 
 END, START, LANGUAGE, TASK, PREVIOUS, NO_TIMESTAMPS = 50, 51, 52, 53, 54, 59
 BEGIN = NO_TIMESTAMPS + 1
@@ -56,17 +55,8 @@ def rules_of(prompt: list[int], output: list[int], params: SamplingParams = GREE
 
 def processed(prompt: list[int], output: list[int], logits: torch.Tensor, *, timed: bool) -> torch.Tensor:
     """Return ``logits`` ``[vocab]`` after the processors that transformers' Whisper makes for a request."""
-    config = GenerationConfig(
-        suppress_tokens=list(RULES.suppressed),
-        begin_suppress_tokens=list(RULES.suppressed_first),
-        eos_token_id=END,
-        no_timestamps_token_id=NO_TIMESTAMPS,
-        max_initial_timestamp_index=RULES.max_first_timestamp,
-        return_timestamps=timed,
-        no_speech_threshold=None,
-    )
-    made = WhisperGenerationMixin._retrieve_logit_processors(None, config, None, len(prompt), 1, "cpu")
-    return LogitsProcessorList(made or [])(torch.tensor([[*prompt, *output]]), logits[None].clone())[0]
+    made = processors_of(RULES, len(prompt), timed=timed)
+    return made(torch.tensor([[*prompt, *output]]), logits[None].clone())[0]
 
 
 def history(random: np.random.Generator) -> list[int]:
