@@ -9,7 +9,6 @@ from transformers.models.whisper.generation_whisper import WhisperGenerationMixi
 
 from penstock_enginecore.models.whisper_rules import WhisperRules
 
-
 Processors = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Function from token ids ``[rows, tokens]`` and logits ``[rows, vocab]`` to the processed logits."""
 
