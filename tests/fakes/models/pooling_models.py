@@ -113,7 +113,8 @@ def save_pooling_model(family: str, directory: Path, *, head: str = "", **config
     """Write a checkpoint and return the model, in float32 with transformers' own attention."""
     torch.manual_seed(0)
     hf_config = AutoConfig.for_model(family, **_FAMILIES.get(family, _DECODER) | config)
-    model = _HEADS[head].from_config(hf_config, dtype=torch.float32, attn_implementation="eager").eval()
+    auto: Any = _HEADS[head]  # its methods have no types
+    model = auto.from_config(hf_config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):  # transformers does not initialize biases at random

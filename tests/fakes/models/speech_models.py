@@ -54,7 +54,10 @@ def save_speech_model(
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = _save_tokenizer(directory, english_only=english_only)
     bins = changes.get("num_mel_bins", 80)
-    WhisperFeatureExtractor(feature_size=bins).save_pretrained(directory)
+    # The constructors and methods of these classes have no types.
+    make_extractor: Any = WhisperFeatureExtractor
+    make_rules: Any = GenerationConfig
+    make_extractor(feature_size=bins).save_pretrained(directory)
     ids: Any = tokenizer.convert_tokens_to_ids
     shape = SIZES[size]
     both = {
@@ -76,7 +79,8 @@ def save_speech_model(
         **changes,
     }
     torch.manual_seed(seed)
-    model = WhisperForConditionalGeneration(WhisperConfig(**settings)).eval()
+    model: Any = WhisperForConditionalGeneration(WhisperConfig(**settings))
+    model.eval()
     _randomize(model)
     rules: dict[str, Any] = {
         "is_multilingual": not english_only,
@@ -95,9 +99,10 @@ def save_speech_model(
     if not english_only:
         rules["lang_to_id"] = {f"<|{language}|>": ids(f"<|{language}|>") for language in LANGUAGES}
         rules["task_to_id"] = {"transcribe": ids(TRANSCRIBE), "translate": ids(TRANSLATE)}
-    model.generation_config = GenerationConfig(**rules)
+    model.generation_config = make_rules(**rules)
     model.save_pretrained(directory)
-    return model
+    made: WhisperForConditionalGeneration = model
+    return made
 
 
 @torch.no_grad()
@@ -179,7 +184,8 @@ class SpeechPrompt:
 
     @cached_property
     def _encoded(self) -> torch.Tensor:
-        return self.model.model.encoder(self.features).last_hidden_state
+        states: torch.Tensor = self.model.model.encoder(self.features).last_hidden_state
+        return states
 
     @torch.no_grad()
     def logits(self, more: Sequence[int] = ()) -> torch.Tensor:
@@ -195,7 +201,7 @@ class SpeechPrompt:
     @torch.no_grad()
     def expected(self, count: int) -> list[int]:
         """Return the next tokens that transformers generates greedily, with the checkpoint's rules for tokens."""
-        config = copy.deepcopy(self.model.generation_config)
+        config: Any = copy.deepcopy(self.model.generation_config)
         config.return_timestamps = self.text[-1] != config.no_timestamps_token_id
         config.no_speech_threshold = None
         make: Any = WhisperGenerationMixin._retrieve_logit_processors
